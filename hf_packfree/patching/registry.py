@@ -5,7 +5,6 @@ models/ with its tiny config.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,12 +12,19 @@ from torch import nn
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import compat
 from hf_packfree.patching.family import Family, Mixer, Tower
+from hf_packfree.patching.rows import (
+    MAMBA,
+    attends,
+    attention_only,
+    from_upstream,
+    kimi,
+    mamba_or_attention,
+)
 from hf_packfree.patching.tiny_mamba2 import TINY
 from hf_packfree.patching.unlisted import family_of_patched
 
 _AUDIO = "a short audio depends on the others of the call, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
-_MAMBA = ("conv", "ssd")
 _DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
 
 
@@ -27,69 +33,6 @@ def _vision_tower(names: str, cls: str = "Model") -> Tower:
     return Tower(
         f"{names}{cls}", f"{names}Attention", _TOWER, (f"{names}PatchEmbed", f"{names}Block")
     )
-
-
-def _from_upstream(
-    name: str,
-    classes: str,
-    *mixers: Mixer,
-    upstream: str | None = None,
-    text: str = "Model",
-    layers: tuple[str, ...] = ("DecoderLayer",),
-    **more: Any,
-) -> Family:
-    """Return a family whose classes `hf_packfree.models.from_upstream` makes, where their names
-    begin alike.
-
-    Args:
-        mixers: their `cls` without what it begins with.
-        upstream: transformers' name of it, where it is another.
-        text, layers: how the names of the text model and of the decoder layers end.
-        more: see `Family`.
-    """
-    home = f"transformers.models.{upstream or name}.modeling_{upstream or name}"
-    return Family(
-        name=name,
-        upstream=home,
-        replacement=f"hf_packfree.models.from_upstream:{home}",
-        causal_lm=f"{classes}ForCausalLM",
-        trunk=f"{classes}{text}",
-        layers=tuple(f"{classes}{layer}" for layer in layers),
-        mixers=tuple(replace(mixer, cls=f"{classes}{mixer.cls}") for mixer in mixers),
-        **more,
-    )
-
-
-def _attention_only(name: str, classes: str, *kinds: str, **more: Any) -> Family:
-    """Return a family of plain attention; `kinds` of its layers, where they differ."""
-    mixers = (_attends(kind) for kind in kinds or ("full_attention",))
-    return _from_upstream(name, classes, *mixers, **more)
-
-
-def _attends(kind: str = "full_attention") -> Mixer:
-    return Mixer(kind, "self_attn", "Attention", ("attention",))
-
-
-def _kimi(name: str, classes: str, **more: Any) -> Family:
-    """Return a family whose layers hold Kimi Delta Attention or latent attention at one place."""
-    delta = Mixer("linear_attention", "self_attn", "DeltaAttention", ("conv", "kda"))
-    return _from_upstream(name, classes, delta, _attends(), **more)
-
-
-def _mamba_or_attention(
-    name: str,
-    classes: str,
-    mamba: str,
-    *,
-    paths: tuple[str, str] = ("mamba", "self_attn"),
-    **more: Any,
-) -> Family:
-    """Return a family whose layers hold Mamba-2, of a class `mamba`, or attention."""
-    mixers = (
-        Mixer(compat.LINEAR, paths[0], mamba, _MAMBA),
-        Mixer(compat.FULL, paths[1], "Attention", ("attention",)),
-    )
-    return _from_upstream(name, classes, *mixers, tiny=TINY[name], **more)
 
 
 _WINDOWS = ("full_attention", "sliding_attention")
@@ -210,27 +153,27 @@ ROWS: tuple[Family, ...] = (
             Tower("Qwen3OmniMoeAudioEncoder", "Qwen3OmniMoeAudioAttention", _AUDIO, optional=False),
         ),
     ),
-    _attention_only("llama", "Llama"),
-    _attention_only("qwen3", "Qwen3", *_WINDOWS),
-    _attention_only("qwen2", "Qwen2", *_WINDOWS),
-    _attention_only("mistral", "Mistral"),
-    _attention_only("gemma2", "Gemma2", *_WINDOWS),
-    _attention_only("gemma3_text", "Gemma3", *_WINDOWS, upstream="gemma3", text="TextModel"),
-    _attention_only("gpt_oss", "GptOss", *_WINDOWS, masks_read_positions=False),
-    _attention_only("qwen3_moe", "Qwen3Moe"),
-    _attention_only("mixtral", "Mixtral"),
-    _attention_only("gemma", "Gemma"),
-    _attention_only("phi3", "Phi3"),
-    _attention_only("olmo2", "Olmo2"),
-    _attention_only("olmo3", "Olmo3", *_WINDOWS),
-    _attention_only("granite", "Granite"),
-    _attention_only("cohere2", "Cohere2", *_WINDOWS),
-    _attention_only("smollm3", "SmolLM3", *_WINDOWS),
-    _attention_only("glm4", "Glm4"),
-    _attention_only("glm4_moe", "Glm4Moe"),
-    _attention_only("starcoder2", "Starcoder2"),
-    _attention_only("afmoe", "Afmoe", *_WINDOWS, masks_read_positions=False),
-    _from_upstream(
+    attention_only("llama", "Llama"),
+    attention_only("qwen3", "Qwen3", *_WINDOWS),
+    attention_only("qwen2", "Qwen2", *_WINDOWS),
+    attention_only("mistral", "Mistral"),
+    attention_only("gemma2", "Gemma2", *_WINDOWS),
+    attention_only("gemma3_text", "Gemma3", *_WINDOWS, upstream="gemma3", text="TextModel"),
+    attention_only("gpt_oss", "GptOss", *_WINDOWS, masks_read_positions=False),
+    attention_only("qwen3_moe", "Qwen3Moe"),
+    attention_only("mixtral", "Mixtral"),
+    attention_only("gemma", "Gemma"),
+    attention_only("phi3", "Phi3"),
+    attention_only("olmo2", "Olmo2"),
+    attention_only("olmo3", "Olmo3", *_WINDOWS),
+    attention_only("granite", "Granite"),
+    attention_only("cohere2", "Cohere2", *_WINDOWS),
+    attention_only("smollm3", "SmolLM3", *_WINDOWS),
+    attention_only("glm4", "Glm4"),
+    attention_only("glm4_moe", "Glm4Moe"),
+    attention_only("starcoder2", "Starcoder2"),
+    attention_only("afmoe", "Afmoe", *_WINDOWS, masks_read_positions=False),
+    from_upstream(
         "gemma4_text",
         "Gemma4",
         *(Mixer(kind, "self_attn", "TextAttention", ("attention",)) for kind in _WINDOWS),
@@ -245,56 +188,56 @@ ROWS: tuple[Family, ...] = (
             "num_kv_shared_layers": 2,
         },
     ),
-    _attention_only(
+    attention_only(
         "deepseek_v3",
         "DeepseekV3",
         tiny=_LATENT | {"q_lora_rank": 24, "first_k_dense_replace": 1},
     ),
-    _attention_only("glm4_moe_lite", "Glm4MoeLite", tiny=_LATENT | {"q_lora_rank": 24}),
-    _attention_only("granitemoe_swa", "GraniteMoeSWA", *_WINDOWS, floor="5.15.0"),
-    _kimi(
+    attention_only("glm4_moe_lite", "Glm4MoeLite", tiny=_LATENT | {"q_lora_rank": 24}),
+    attention_only("granitemoe_swa", "GraniteMoeSWA", *_WINDOWS, floor="5.15.0"),
+    kimi(
         "kimi_linear",
         "KimiLinear",
         floor="5.17.0",
         tiny=_HYBRID | {"linear_head_dim": 16, "linear_num_heads": 4},
     ),
-    _kimi(
+    kimi(
         "bailing_hybrid",
         "BailingHybrid",
         floor="5.20.0",
         tiny=_HYBRID | {"first_k_dense_replace": 1, "num_mtp_layers": 0},
     ),
     # short convolutions
-    _from_upstream(
+    from_upstream(
         "lfm2",
         "Lfm2",
         _SHORT_CONV,
-        _attends(),
+        attends(),
         floor="5.22.0",
         tiny={"layer_types": ["conv", "full_attention", "conv", "conv"]},
     ),
-    _from_upstream(
+    from_upstream(
         "lfm2_moe",
         "Lfm2Moe",
         _SHORT_CONV,
-        _attends(),
+        attends(),
         floor="5.22.0",
         tiny={"layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1},
     ),
-    _from_upstream(
+    from_upstream(
         "lfm3",
         "Lfm3",
         _SHORT_CONV,
-        *map(_attends, _WINDOWS),
+        *map(attends, _WINDOWS),
         floor="5.23.0",
         tiny={"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]},
     ),
     # the gated delta rule in other layouts
-    _from_upstream(
+    from_upstream(
         "olmo_hybrid",
         "OlmoHybrid",
         _GATED_DELTA_NET,
-        _attends(),
+        attends(),
         layers=("LinearAttentionDecoderLayer", "AttentionDecoderLayer"),
         floor="5.15.0",
         tiny={
@@ -302,20 +245,20 @@ ROWS: tuple[Family, ...] = (
             "linear_value_head_dim": 24,
         },
     ),
-    _from_upstream(
+    from_upstream(
         "lara_mini",
         "LaraMini",
         _GATED_DELTA_NET,
-        *map(_attends, _WINDOWS),
+        *map(attends, _WINDOWS),
         floor="5.24.0",
         tiny={"layer_types": [*["linear_attention"] * 2, *_WINDOWS]},
     ),
     # Mamba-2
-    _mamba_or_attention(
+    mamba_or_attention(
         "granitemoehybrid", "GraniteMoeHybrid", "MambaLayer", masks_read_positions=False
     ),
-    _mamba_or_attention("bamba", "Bamba", "Mixer"),
-    _mamba_or_attention(
+    mamba_or_attention("bamba", "Bamba", "Mixer"),
+    mamba_or_attention(
         "nemotron_h",
         "NemotronH",
         "Mamba2Mixer",
@@ -324,29 +267,29 @@ ROWS: tuple[Family, ...] = (
         without_mixer=("moe", "mlp"),
         floor="5.17.0",
     ),
-    _from_upstream(
+    from_upstream(
         "falcon_h1",
         "FalconH1",
-        Mixer("hybrid", "mamba", "Mixer", _MAMBA),
-        _attends("hybrid"),
+        Mixer("hybrid", "mamba", "Mixer", MAMBA),
+        attends("hybrid"),
         floor="5.17.0",
         tiny=TINY["falcon_h1"],
     ),
-    _from_upstream(
+    from_upstream(
         "zamba2",
         "Zamba2",
-        Mixer(compat.LINEAR, "mamba", "MambaMixer", _MAMBA),
-        Mixer("hybrid", "mamba_decoder.mamba", "MambaMixer", _MAMBA),
+        Mixer(compat.LINEAR, "mamba", "MambaMixer", MAMBA),
+        Mixer("hybrid", "mamba_decoder.mamba", "MambaMixer", MAMBA),
         Mixer("hybrid", "shared_transformer.self_attn", "Attention", ("attention",)),
         layers=("MambaDecoderLayer", "HybridLayer"),
         # in 5.4 its own scan depends on its chunks: .1 to .7 off beyond one of them
         floor="5.17.0",
         tiny=TINY["zamba2"],
     ),
-    _from_upstream(
+    from_upstream(
         "mamba2",
         "Mamba2",
-        Mixer(compat.LINEAR, "mixer", "Mixer", _MAMBA),
+        Mixer(compat.LINEAR, "mixer", "Mixer", MAMBA),
         layers=("Block",),
         floor="5.17.0",
         tiny=TINY["mamba2"],
