@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from hf_packfree import apply_patches, remove_patches
 from hf_packfree.models.compat import LAYERS_DROP_KEYWORDS, RELEASE
+from hf_packfree.patching.registry import FAMILIES as TABLE
 from hf_packfree.patching.registry import family_of
 from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
 from tests.support import (
@@ -35,15 +36,8 @@ from tests.support import (
 
 pytestmark = pytest.mark.compat
 TEXT_POSITIONS_ONLY = ("positions_4rows", "positions_3rows", "positions_3rows_flash")
-FAMILIES = [
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen2_5_vl",
-    "qwen3_omni_moe",
-]
+FAMILIES = [row.name for row in TABLE if not row.made_from_upstream]
+"""Those with a file of their own; `tests/models` has the others."""
 WITH_KERNELS = ("all_flash",) if find_spec("fake_kernels") and not LAYERS_DROP_KEYWORDS else ()
 """With both kernel packages there and everything handed over, upstream itself is exact since
 5.9.
