@@ -77,6 +77,14 @@ def _complain_of(error: Exception, verbose: bool) -> int:
     if isinstance(error, ImportError):
         complain(f"{error}; packfree doctor says what is installed and what to install")
         return BROKEN
+    if "active drivers" in str(error):
+        # Triton's
+        complain(
+            "found fla-core where there is no GPU, and transformers calls its kernels all the same "
+            "for rows of one document; wanted a GPU, or none of these kernels; pip uninstall "
+            "fla-core"
+        )
+        return BROKEN
     # a sentence for this one too, and never the exit code of a leak
     if verbose or os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exc()
