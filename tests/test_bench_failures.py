@@ -35,6 +35,7 @@ def broken(monkeypatch):
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code"),
     [

@@ -41,6 +41,7 @@ def test_both_batches_hold_the_same_documents_images_and_targets(model):
     assert "cu_seq_lens_q" in row and not {"cu_seq_lens_q", "seq_idx"} & set(bare)
 
 
+@pytest.mark.slow
 def test_a_step_of_every_candidate(model, tmp_path):
     model.config.save_pretrained(tmp_path)
     report = run_bench(BenchOptions(str(tmp_path), (40, 4, 20), rounds=1, threads=1))

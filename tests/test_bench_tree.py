@@ -66,6 +66,7 @@ def test_both_rows_have_one_loss_and_one_gradient(tmp_path):
     assert max(relative_rms(a, b, floor) for a, b in zip(found[1][1], found[0][1])) <= 1e-4
 
 
+@pytest.mark.slow
 def test_a_group_measured_for_real():
     """A long prompt, and answers of a few tokens: a sixth of the tokens, so even a noisy clock
     sees it.
@@ -120,6 +121,7 @@ def test_command(capsys, monkeypatch):
     assert "training steps: 6 of 6, done" in err and "Both losses are the same" in out
 
 
+@pytest.mark.slow
 def test_command_as_json_and_quiet(capsys):
     assert main([*FAST, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

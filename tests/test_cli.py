@@ -248,6 +248,7 @@ def test_a_leak_is_1_with_its_numbers(capsys, leaking):
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_is_refused_is_measured_as_it_is(capsys, tmp_path):
     BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
     why = "it is not patched: its attention does not go through transformers' AttentionInterface"

@@ -121,6 +121,7 @@ NOISE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("noise", NOISE)
 def test_noise_is_no_leak(noise, tmp_path):

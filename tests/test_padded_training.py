@@ -68,6 +68,7 @@ def train(folder, patched, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_training_and_evaluation_are_the_same(tmp_path, smoothing):
     losses, found, _ = train(tmp_path, False, label_smoothing_factor=smoothing)

@@ -63,6 +63,7 @@ def trained(model, folder, callbacks, collator="whole", watched=None, **more):
     return trainer, keep.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collator", COLLATORS)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_steps_are_stock_ones(family, collator, tmp_path):

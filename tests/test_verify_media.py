@@ -24,6 +24,7 @@ def patched():
     return apply_patches(tiny_vision("qwen3_5"))
 
 
+@pytest.mark.slow
 @pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize("family", CLASSES)
 def test_images_and_videos_are_measured(family):

@@ -106,6 +106,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_of_the_caller_change_nothing(model, mode):
     if mode == "default device" and Version("5.8") > RELEASE:
@@ -117,6 +118,7 @@ def test_modes_of_the_caller_change_nothing(model, mode):
         assert torch.is_grad_enabled() is enabled
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     Version("5.24") > RELEASE, reason="older releases build parts on the default device"
 )

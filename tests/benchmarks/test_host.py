@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
+
 from tests.benchmarks import host, host_report
 
 
+@pytest.mark.slow
 def test_every_layer_has_its_counts(tmp_path, monkeypatch):
     asked = ["host", "--out", str(tmp_path), "--device", "cpu", "--tiny", "--only", "packfree$"]
     monkeypatch.setattr(sys, "argv", asked)

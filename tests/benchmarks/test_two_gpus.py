@@ -91,6 +91,7 @@ def test_a_small_gpu_recomputes_rows_of_64k_tokens_and_says_so():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "end"),
     [

@@ -146,6 +146,7 @@ def test_a_default_device_changes_nothing(name):
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 
+@pytest.mark.slow
 @settings(max_examples=50, derandomize=True, **QUIET)
 @given(case=fuzz.cases())
 def test_every_format_alone_and_in_pairs_is_exact_or_refused(case):

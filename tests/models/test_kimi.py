@@ -33,6 +33,7 @@ def test_fp64_is_as_near_as_upstreams_fp32_parts(family):
     assert found[0] <= 1e-6 and found[1] <= 1e-5, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
 @pytest.mark.parametrize("family", NAMES)
 def test_half_precision_rounds_no_worse_than_upstream(family, autocast):

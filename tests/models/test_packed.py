@@ -64,6 +64,7 @@ def test_the_lengths_of_the_promise_in_several_layers():
     assert unpatched[0] >= CONTROL * LOGIT_TOL and unpatched[1] >= CONTROL * GRADIENT_TOL
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @example(lengths=[1, 2, 5, 5, 65, 3], key_heads=2, group=4, sizes=(8, 8))
 @given(

@@ -38,6 +38,7 @@ FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe"]
 EXACT = 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_sample_gets_what_it_gets_alone_in_fp64(family, attention, widened):
@@ -84,6 +85,7 @@ def mixers_of(family):
 MODEL, STOCK = apply_patches(tiny()), tiny()
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @example(tree=GROUP)
 @example(tree=CHAIN)

@@ -48,6 +48,7 @@ def trained(tmp_path, **more):
     return trainer, of_head(keep.steps[0])
 
 
+@pytest.mark.slow
 @integration("Trainer", f"{HEAD}, gradient accumulation", "works with `PackFreeCallback(mtp=...)`")
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_the_trainer_with_accumulation(micro, record_property, tmp_path):
@@ -303,6 +304,7 @@ class TestVisionLanguage:
         ).loss.backward()
         return of_head(gradients(model)), model.mtp.training_calls.take()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("family", "form"),
         [("qwen3_5", "packed"), ("qwen3_5", "padded"), ("qwen3_5_moe", "packed")],

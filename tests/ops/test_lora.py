@@ -211,6 +211,7 @@ def test_dropout_zeroes_the_share_and_keeps_the_mean():
     assert abs(float(out.mean()) - D) < 0.2 and out.std() > 1
 
 
+@pytest.mark.slow
 def test_with_dropout_the_backward_pass_draws_the_masks_of_the_forward_pass():
     (x,), made = tensors((1, 5, D)), layers((4,), (2, 3), dropout=0.3)
 

@@ -28,6 +28,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_a_record_is_built_in_compiled_graphs_wherever_they_run(around):
     """numpy is not traced: under inference mode, or with a default device, torch.compile cannot."""

@@ -215,6 +215,7 @@ def test_nothing_is_read_before_it_comes_nor_freed_or_changed_before_it_went(way
     assert all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(
     ("world", "ways"),

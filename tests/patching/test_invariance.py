@@ -121,6 +121,7 @@ def test_what_differs_for_the_sake_of_bits_is_chosen_once_and_has_no_name_of_its
         OPS["attention"].backend("no, batch-invariant")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_documents_are_walked_whole_in_eager_mode_and_in_graphs(monkeypatch):
     rule, cut = delta_rule.OP.backends["torch"], []
