@@ -2,7 +2,7 @@
 
 Written by `python -m tests.benchmarks.context_parallel_costs --write` from
 tests/benchmarks/results/parallel/2026-11-24-nvidia-h200-x2-context-parallel.jsonl and
-tests/benchmarks/results/2026-11-24-nvidia-h200.json.
+tests/benchmarks/results/2026-11-26-nvidia-h200.json.
 """
 
 BYTES_PER_S = 2.991e11

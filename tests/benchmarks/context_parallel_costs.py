@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,19 @@ def text(ranks: Path, layers: Path) -> str:
     )
 
 
-def main() -> None:
+def newest_of_ranks() -> Path:
+    """Return the newest result that has what `constants` reads."""
+    results = (report.RESULTS / "parallel").glob("*-x2-context-parallel.jsonl")
+    needed = {(ROW[0], ROW[1].format(way=way)) for way in ("heads", "state")}
+    return max(path for path in results if needed <= set(map(name_of, read_lines(path))))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    ranks = max((report.RESULTS / "parallel").glob("*-x2-context-parallel.jsonl"))
-    wanted = text(ranks, report.newest(report.RESULTS))
+    options = parser.parse_args(arguments)
+    wanted = text(newest_of_ranks(), report.newest(report.RESULTS))
     if options.write:
         TARGET.write_text(wanted)
     elif TARGET.read_text() != wanted:

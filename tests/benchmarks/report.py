@@ -29,10 +29,10 @@ TOP = (
     "trainer-8k-full",
     "2b-32k-whole-step",
     "2b-8k-whole-step",
-    "2b-8x2048-whole-step",
     "2b-32k-packed",
-    "2b-64k-packed",
     "2b-8x2048-padded",
+    "2b-64k-packed",
+    "2b-8x2048-whole-step",
     "2b-32k-lora",
     "2b-32k-lora-bf16",
     "2b-32k-qlora",
@@ -49,7 +49,7 @@ SIDES = {
     "transformers, padded": ("unpatched padded", "stock padded"),
     "transformers, packed": ("unpatched packed",),
     "composed by hand": ("composed without packfree",),
-    "Unsloth": ("Unsloth", "unsloth"),
+    "Unsloth": ("unsloth",),
     "packfree": ("packfree", "packfree, packed", "packfree, padded", "packfree+liger"),
 }
 """{column: variants of which the first that was timed is shown}."""
@@ -116,7 +116,6 @@ SHORT = {
     "2b-32k-lora-fp32-base-autocast": ("unpatched packed", "packfree"),
     "2b-32k-whole-step-autocast": ("unpatched packed", "packfree"),
     "trl-8k-lora": ("unpatched packed", "packfree"),
-    "trl-8k-qlora": ("unpatched packed", "packfree"),
     "trainer-8k-full": ("unpatched packed", "packfree"),
     "2b-32k-packed": ("unpatched packed", "packfree"),
     "2b-32k-whole-step": ("unpatched packed", "packfree"),
@@ -126,7 +125,7 @@ SHORT = {
     "moe-8x2048-padded": ("unpatched padded", "packfree, padded"),
 }
 """README's rows: by workload, the unpatched variant and ours."""
-SHORT_HEAD = ("one training step", "transformers", "composed by hand", "packfree")
+SHORT_HEAD = ("one training step", "transformers", "composed by hand", "Unsloth", "packfree")
 PACKAGES = (
     "hf_packfree",
     "torch",
@@ -184,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(found.values()))
         return
     draw(json.loads(path.read_text()), options.write / PLOT)
-    short_report.draw(short_report.results()[0], options.write / short_report.PLOT)
+    short_report.draw(short_report.plotted(), options.write / short_report.PLOT)
     for (page, mark), text in found.items():
         (options.write / page).write_text(put_in((options.write / page).read_text(), mark, text))
 
@@ -341,17 +340,17 @@ def _beside(rows: dict[str, dict[str, Any]], ours: dict[str, Any]) -> dict[str, 
 
 
 def summary(result: dict[str, Any]) -> str:
-    """README's table: the workloads of `SHORT`, unpatched and composed by hand beside patched; *
-    marks what was not timed in one run with ours.
+    """README's table: the workloads of `SHORT`, unpatched, composed by hand and Unsloth beside
+    patched; * marks what was not timed in one run with ours.
     """
     lines = [f"| {' | '.join(SHORT_HEAD)} |", "|---" * len(SHORT_HEAD) + "|"]
     for workload, variants in SHORT.items():
         rows = rows_of(result, workload)
         stock, ours = (rows.get(variant, {}) for variant in variants)
         if "ms" in ours:
-            composed = rows.get("composed without packfree")
-            cells = [_beside_ours(row, ours) for row in (stock, composed) if row is not None]
-            cells += [""] * (2 - len(cells)) + [_cell(ours)]
+            others = (stock, rows.get("composed without packfree"), rows.get("unsloth"))
+            cells = [_beside_ours(row, ours) if row is not None else "" for row in others]
+            cells += [_cell(ours)]
             lines.append(f"| {heading(TITLES[workload], rows)} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

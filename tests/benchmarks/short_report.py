@@ -37,6 +37,12 @@ def results(folder: Path = FOLDER) -> list[Path]:
     return sorted(folder.glob("*.jsonl"), reverse=True)
 
 
+def plotted() -> Path:
+    """Return the newest result with whole steps."""
+    kinds = "2b-2k-whole-step", WITHOUT
+    return next(path for path in results() if kinds in read(path)[1])
+
+
 def read(path: Path) -> tuple[dict[str, Any], Rows]:
     """Return what the rows were made with, and {(workload, variant): row}."""
     about, *lines = map(json.loads, path.read_text().splitlines())

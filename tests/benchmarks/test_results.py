@@ -10,6 +10,7 @@ import re
 import pytest
 
 from tests.benchmarks import (
+    context_parallel_costs,
     context_parallel_report,
     report,
 )
@@ -73,3 +74,8 @@ def test_an_ablation_says_what_made_it(path):
     assert {(row["workload"], "nothing") for row in rows} <= {
         (row["workload"], row["off"]) for row in rows
     }
+
+
+def test_the_package_counts_with_what_was_measured():
+    """It exits where the constants of context parallelism are not those of the results."""
+    context_parallel_costs.main([])
