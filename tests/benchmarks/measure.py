@@ -169,10 +169,12 @@ def time_row(
     loss = float(step())
     if not loss < float("inf"):
         raise FloatingPointError(f"the step's loss is {loss}")
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=load.autocast):
+        runs = what_runs(model)
     row |= {
         "real_tokens_per_s": load.real_tokens / row["ms"] * 1e3,
         **load.facts(),
-        **what_runs(model),
+        **runs,
     }
     row |= {
         "layers": group.shape.layers,

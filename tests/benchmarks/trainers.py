@@ -149,14 +149,12 @@ def train(
         start_of_peak(device)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        more = graphs_of(trainer.model, patched)
+        said = patch_report(trainer.model).cuda_graphs if patched else ""
         del trainer
-    return timed(times.ends, size, device) | {"logged": logs[-1]} | more
-
-
-def graphs_of(model: nn.Module, patched: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what the report says of CUDA graphs, if they were asked for."""
-    return {"note": patch_report(model).cuda_graphs} if patched else {}
+    row = timed(times.ends, size, device) | {"logged": logs[-1]}
+    # what graphs keep is allocated by nobody
+    more = {"note": f"{said}; memory reserved", "peak_gib": row["reserved_gib"]}
+    return row | more if said else row
 
 
 def loop(shape: Shape, adapters: str, size: int, device: str, recomputed: bool) -> dict[str, Any]:
@@ -200,7 +198,6 @@ def timed(ends: list[float], size: int, device: str) -> dict[str, Any]:
     start, end = ends
     ms, tokens = 1e3 * (end - start) / (STEPS - WARMUP), DOCUMENTS * size
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    # graphs keep memory that is allocated by nobody
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else 0.0
     return {
         "ms": ms,

@@ -8,6 +8,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,8 @@ class PackFree:
 
         self.work, self.device = work, device
         self.tokenizer = AutoTokenizer.from_pretrained(work / "checkpoint")
-        self.model = self._load(apply_patches)
+        # documents alone run in the layers that packed ones run in, as with the callback
+        self.model = self._load(partial(apply_patches, unpacked="native"))
 
     def _load(self, patched: Callable[[Any], Any] = lambda model: model) -> Any:
         base = AutoModelForCausalLM.from_pretrained(self.work / "checkpoint", dtype=torch.bfloat16)
