@@ -424,12 +424,12 @@ def loaded(folder, config):
     return Qwen3_5ForCausalLM.from_pretrained(folder, **options).train()
 
 
-def quantised(folder):
-    """Load the tiny model with 4-bit linear layers that compute in fp32."""
+def quantised(folder, computes_in=torch.float32):
+    """Load the tiny model with 4-bit linear layers that compute in this dtype."""
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes_in
     )
     model = loaded(folder, config)
     assert type(model.model.layers[0].linear_attn.in_proj_qkv).__name__ == "Linear4bit"
