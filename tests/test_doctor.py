@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import configparser
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import transformers
 
+from hf_packfree import apply_patches
 from hf_packfree.cli import doctor as text
 from hf_packfree.doctor import (
     REQUIREMENTS,
@@ -24,11 +26,13 @@ from hf_packfree.doctor.families import SERVED
 from hf_packfree.doctor.machine import machine
 from hf_packfree.doctor.packages import check_hopper, release, without_cuda
 from hf_packfree.doctor.plans import find_plans
-from hf_packfree.errors import UnsupportedModel
+from hf_packfree.errors import PatchConflict, UnsupportedModel
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.table import OPS
+from hf_packfree.parallel import ContextParallel
+from hf_packfree.patching.registry import FAMILIES
 from hf_packfree.versions import Versions
-from tests.support import by_family
+from tests.support import by_family, tiny
 
 pytestmark = pytest.mark.usefixtures("imports_tried_once")
 ROW = Requirement(Versions("fake-kernels", "1.2", "are wrong"), "fakekernels", "kernels")
@@ -354,11 +358,12 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
     )
     # of four query heads
     assert plan.shared == (
-        "states of Gated DeltaNet; of attention heads on 2, 4 ranks, else keys (gloo)"
+        "exchange states of Gated DeltaNet; of attention heads on 2, 4 ranks, else keys (gloo)"
     )
 
 
 WITHOUT_SCANS = "a delta rule that gives no states"
+BY_HEADS = "heads, else keys, but not with windows, caps, sinks or latent attention"
 
 
 @pytest.mark.parametrize(
@@ -366,10 +371,10 @@ WITHOUT_SCANS = "a delta rule that gives no states"
     [
         (
             ("torch.distributed.is_gloo_available", lambda: False),
-            "not here: this torch has no gloo",
+            "have nothing here to exchange over: this torch has no gloo",
         ),
-        (WITHOUT_SCANS, "heads, else keys (no states on torch) (gloo)"),
-        (None, "states of Gated DeltaNet; of attention heads, else keys (gloo)"),
+        (WITHOUT_SCANS, f"exchange {BY_HEADS} (no states on torch) (gloo)"),
+        (None, f"exchange states of Gated DeltaNet; of attention {BY_HEADS} (gloo)"),
     ],
 )
 def test_what_ranks_would_exchange(monkeypatch, missing, shared):
@@ -379,8 +384,22 @@ def test_what_ranks_would_exchange(monkeypatch, missing, shared):
     elif missing is not None:
         monkeypatch.setattr(*missing)
     plans = {plan.name: plan.shared for plan in find_plans(None, "")}
-    alone = shared if shared.startswith("not") else "heads, else keys (gloo)"
+    alone = shared if shared.startswith("have") else f"exchange {BY_HEADS} (gloo)"
     assert (plans["qwen3_5"], plans["qwen3_vl"]) == (shared, alone)
+    assert plans["bamba"] == "are refused: ssd needs whole rows"
+
+
+@pytest.mark.parametrize("family", [row.name for row in FAMILIES])
+def test_ranks_are_said_to_share_what_patching_lets_them_share_alone(family):
+    (plan,) = find_plans(family, "")
+    with pytest.raises((PatchConflict, ValueError)) as refused:
+        apply_patches(tiny(family), context_parallel=ContextParallel(None))
+    if refused.type is ValueError:
+        assert "Default process group" in str(refused.value), "the model itself is fit"
+        assert "heads on 2, 4 ranks, else keys (gloo)" in plan.shared
+    else:
+        (what,) = re.findall("found (.*) under context parallelism, which", str(refused.value))
+        assert plan.shared == f"are refused: {what} needs whole rows"
 
 
 @pytest.mark.filterwarnings("default")

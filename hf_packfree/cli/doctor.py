@@ -59,7 +59,7 @@ def _runs(plan: Plan) -> str:
     packed = "; ".join(f"{name}: {', '.join(ops)}" for name, ops in backends.items())
     return (
         f"packed rows of {', '.join(plan.media)} by {packed}; rows of one document by "
-        f"{plan.unpacked}; context parallelism: {plan.shared}"
+        f"{plan.unpacked}; ranks of context parallelism {plan.shared}"
     )
 
 

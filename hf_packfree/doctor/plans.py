@@ -36,8 +36,8 @@ class Plan:
         unpacked: what runs for rows of one document.
         why: {op, or "op in float32": why a faster backend would not run}.
         media: what packed rows may hold: "text", "images", "videos", "audio".
-        shared: what ranks of `context_parallel` would exchange, and over what; or what is missing
-            for it.
+        shared: what ranks that share a row do, those of `context_parallel`: exchange what, and over
+            what; or what is missing for it.
         called: {kind of adapter: how many projections it is on}, of adapters that are called as
             they are, see `PatchReport`.
     """
@@ -120,30 +120,30 @@ def _plan(
 
 
 def _shared(sizes: dict[str, int] | None, packed: Mapping[str, str]) -> str:
-    """Say what ranks that share rows would exchange on those backends; see `Plan`."""
+    """Say what ranks that share a row do on those backends; see `Plan`."""
     import torch
     from torch import distributed
 
+    from hf_packfree.models.context_parallel import needs_whole_rows
     from hf_packfree.ops.delta_rule import OP as DELTA_RULE
-    from hf_packfree.ops.table import OPS
 
-    whole = [op for op in packed if OPS[op].leaks is not None and OPS[op].across_ranks is None]
-    if whole:
-        return f"not this family: {whole[0]} needs whole rows"
+    if (whole := needs_whole_rows(packed, sizes or {})) is not None:
+        return f"are refused: {whole} needs whole rows"
     over, there = "gloo", distributed.is_available() and distributed.is_gloo_available()
     if torch.cuda.is_available():
         over, there = "NCCL", distributed.is_available() and distributed.is_nccl_available()
     if not there:
-        return f"not here: this torch has no {over}"
-    heads = (sizes or {}).get("query_heads", 0)
-    ranks = [str(count) for count in range(2, heads + 1) if not heads % count]
-    some = "heads" if sizes is None else f"heads on {', '.join(ranks) or 'no number of'} ranks"
-    attention = f"{some}, else keys"
+        return f"have nothing here to exchange over: this torch has no {over}"
+    attention = "heads, else keys, but not with windows, caps, sinks or latent attention"
+    if sizes is not None:
+        heads = sizes.get("query_heads", 0)
+        ranks = [str(count) for count in range(2, heads + 1) if not heads % count]
+        attention = f"heads on {', '.join(ranks) or 'no number of'} ranks, else keys"
     if (rule := packed.get(DELTA_RULE.name)) is None:
-        return f"{attention} ({over})"
+        return f"exchange {attention} ({over})"
     if DELTA_RULE.backend(rule).scans is None:
-        return f"{attention} (no states on {rule}) ({over})"
-    return f"states of Gated DeltaNet; of attention {attention} ({over})"
+        return f"exchange {attention} (no states on {rule}) ({over})"
+    return f"exchange states of Gated DeltaNet; of attention {attention} ({over})"
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:

@@ -134,8 +134,7 @@ def resolve_ways(
         PatchConflict: the ranks cannot share an operation, or do not divide its heads, or attention
             is not ours to run.
     """
-    _refuse_whole_rows(ops)
-    _refuse_score_options(sizes)
+    _refuse_whole_rows(ops, sizes)
     ways = {}
     for name, heads in _heads_by_option():
         count, way, instead = sizes.get(heads, 0), getattr(settings, name), WAYS[name][-1]
@@ -161,24 +160,26 @@ def resolve_ways(
     return replace(settings, gdn=ways["gdn"], attention=ways["attention"], why=why)
 
 
-def _refuse_whole_rows(ops: Iterable[str]) -> None:
-    """Refuse an operation that mixes tokens and that no ranks can share."""
+def needs_whole_rows(ops: Iterable[str], sizes: Mapping[str, int]) -> str | None:
+    """Return what in a model no ranks can share, in words, or None.
+
+    Args:
+        ops: what its mixers call.
+        sizes: of its mixers; see `op_sizes`.
+    """
     mixing = (OPS[name] for name in ops if OPS[name].leaks is not None)
-    found = [op.name for op in mixing if op.across_ranks is None]
-    if found:
+    if alone := [op.name for op in mixing if op.across_ranks is None]:
+        return alone[0]
+    # of scores that are more than scaled
+    more = [words for name, words in WANTED.items() if sizes.get(name)]
+    return f"attention with {' and '.join(more)}" if more else None
+
+
+def _refuse_whole_rows(ops: Iterable[str], sizes: Mapping[str, int]) -> None:
+    if (found := needs_whole_rows(ops, sizes)) is not None:
         raise PatchConflict(
-            f"found {found[0]} under context parallelism, which needs whole rows; wanted "
+            f"found {found} under context parallelism, which needs whole rows; wanted "
             "operations whose ranks exchange what crosses their edges; leave context_parallel out"
-        )
-
-
-def _refuse_score_options(sizes: Mapping[str, int]) -> None:
-    """Refuse attention whose scores are more than scaled."""
-    found = [words for name, words in WANTED.items() if sizes.get(name)]
-    if found:
-        raise PatchConflict(
-            f"found attention with {' and '.join(found)} under context parallelism; wanted "
-            "attention to all of a document, which ranks can share; leave context_parallel out"
         )
 
 

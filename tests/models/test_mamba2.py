@@ -199,7 +199,7 @@ def test_what_a_row_may_not_be():
     with pytest.raises(UnsupportedInput, match="tree of shared prefixes with layers of BambaMixer"):
         model(input_ids=ids, packed_sequence=record)
     with pytest.raises(PatchConflict, match="found ssd under context parallelism, which needs"):
-        _refuse_whole_rows(by_family["bamba"].ops)
+        _refuse_whole_rows(by_family["bamba"].ops, {})
 
 
 def test_backends_see_the_sizes():
