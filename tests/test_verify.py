@@ -4,8 +4,10 @@ see one.
 
 from __future__ import annotations
 
+import cProfile
 import json
 import math
+import pstats
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -219,6 +221,20 @@ def test_scales_of_the_whole_row_couple_documents_and_are_seen(cls, influenced):
         if influenced
         else leak.value.report.patched.influence == 0
     )
+
+
+def test_a_profiler_that_runs_goes_on():
+    """Before Python 3.12 cProfile is where the packages that run are counted, too."""
+
+    def afterwards():
+        return model.dtype
+
+    model = apply_patches(tiny())
+    with cProfile.Profile() as profiler:
+        assert verify_packing(model, lengths=(5, 17, 3)).patched.influence == 0
+        afterwards()
+    seen = {name for _, _, name in pstats.Stats(profiler).stats}
+    assert {"verify_packing", "afterwards"} <= seen
 
 
 def test_frozen_models():

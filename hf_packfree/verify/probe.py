@@ -323,12 +323,17 @@ def packages_called() -> Iterator[set[str]]:
         if event == "call":
             found.add(str(frame.f_globals.get("__name__")).partition(".")[0])
 
-    before = sys.getprofile()
+    before: Any = sys.getprofile()
     sys.setprofile(note)
     try:
         yield found
     finally:
-        sys.setprofile(before)
+        if before is None or callable(before):
+            sys.setprofile(before)
+        else:
+            # cProfile's before Python 3.12, which is set by itself alone
+            sys.setprofile(None)
+            before.enable()
 
 
 @contextmanager
