@@ -11,7 +11,8 @@ def widened(monkeypatch):
     """In fp64 what transformers computes in fp32 whatever the weights: norms, rotary tables, the
     delta rule, the router.
     """
-    to, zeros, softmax = torch.Tensor.to, torch.zeros, torch.nn.functional.softmax
+    to, cast, softmax = torch.Tensor.to, torch.Tensor.type, torch.nn.functional.softmax
+    zeros, zeros_like = torch.zeros, torch.zeros_like
 
     def wide(value):
         return torch.float64 if value is torch.float32 else value
@@ -23,7 +24,9 @@ def widened(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "to", lambda x, *args, **options: to(x, *map(wide, args), **named(options))
     )
+    monkeypatch.setattr(torch.Tensor, "type", lambda x, *args: cast(x, *map(wide, args)))
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **options: zeros(*sizes, **named(options)))
+    monkeypatch.setattr(torch, "zeros_like", lambda x, **options: zeros_like(x, **named(options)))
     monkeypatch.setattr(
         torch.nn.functional,
         "softmax",

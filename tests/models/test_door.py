@@ -20,6 +20,7 @@ from tests.input_formats import (
 )
 from tests.models.forms import (
     assert_checkpointing_changes_nothing,
+    assert_exact_in_fp64,
     assert_no_influence,
     half_precision,
 )
@@ -152,14 +153,9 @@ def test_no_document_has_influence_on_another(family):
     assert_no_influence(family, row_batch("positions", EDGES), number=4)
 
 
-@pytest.mark.parametrize("family", [name for name in CORE if name != "gpt_oss"])
-def test_fp64_is_exact(family):
-    model, batch = tiny(family).double(), row_batch("positions", EDGES)
-    weights = [weight.double() for weight in random_weights(batch, 128)]
-    alone = run_alone(model, batch, weights)
-    logits, _ = errors(run(apply_patches(model), batch, weights), alone)
-    # the softmax of upstream's eager attention is one in float32; gpt_oss runs in no float64
-    assert logits <= (1e-6 if model.config._attn_implementation == "eager" else 1e-12)
+@pytest.mark.parametrize("family", NAMES)
+def test_fp64_is_exact(family, widened):
+    assert_exact_in_fp64(family, row_batch("positions", EDGES))
 
 
 @pytest.mark.parametrize(("family", "case", "_"), pairwise(CORE, list(UNPACKED), [None]))

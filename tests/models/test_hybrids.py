@@ -31,6 +31,7 @@ from tests.input_formats import ROW_FORMATS, ROWS, ROWS_FORMATS, row_batch, rows
 from tests.integrations.marks import needs
 from tests.models.forms import (
     assert_checkpointing_changes_nothing,
+    assert_exact_in_fp64,
     assert_no_influence,
 )
 from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
@@ -45,7 +46,6 @@ from tests.support import (
     ROW,
     Batch,
     by_family,
-    double,
     errors,
     random_weights,
     recorded,
@@ -61,8 +61,6 @@ SSD, KDA = ([row.name for row in FOUND if op in row.mixer_ops] for op in ("ssd",
 OTHERS = [row.name for row in FOUND if row.name not in (*SSD, *KDA)]
 NAMES = [*OTHERS, *SSD, *KDA]
 ATTENDING = [row.name for row in FOUND if "attention" in row.mixer_ops]
-EXACT = 1e-10
-"""In fp64; measured: at most 2e-15, and 3e-14 of gradients."""
 EXPERTS = [
     name for name in NAMES if "router_aux_loss_coef" in by_family[name].tiny_config().to_dict()
 ]
@@ -151,13 +149,9 @@ def test_eager_attention(family):
     assert_exact(model, wanted=alone(family, ROW))
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", NAMES)
 def test_fp64_is_exact(family, widened):
-    model, batch = double(family), row_batch("positions", ROW)
-    weights = [weight.double() for weight in random_weights(batch, 128)]
-    wanted = run_alone(model, batch, weights)
-    found = errors(run(apply_patches(model), batch, weights), wanted, floor=1e-6)
-    assert max(found) <= EXACT, found
+    assert_exact_in_fp64(family, row_batch("positions", ROW))
 
 
 @pytest.mark.parametrize(("family", "form"), spread(*ROWS_FORMATS))
