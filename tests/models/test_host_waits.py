@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_packfree import apply_patches
 from hf_packfree.models import vision_attention, vision_language
 from hf_packfree.packing import PackedSequence
+from hf_packfree.patching.registry import FAMILIES
+from tests.input_formats import row_batch
+from tests.support import ROW, tiny, trunk_of
 from tests.vision import documents, packed_batch, padded_batch, tiny_vision
 
 WAITS = {
@@ -155,3 +158,23 @@ def test_control_upstream_waits_in_both_directions(unpatched, given, monkeypatch
     forward, backward = waits_of(unpatched, padded_batch("right", given), monkeypatch)
     assert "_local_scalar_dense" in forward
     assert "masked_scatter_backward" in backward
+
+
+@pytest.mark.parametrize("family", [row.name for row in FAMILIES if row.made_from_upstream])
+def test_layers_of_other_families_never_wait(family, monkeypatch):
+    """Lengths are read in front of them, once."""
+    model, waits = apply_patches(tiny(family)), Waits()
+    monkeypatch.setattr(PackedSequence, "cached", waits.plans(PackedSequence.cached))
+    layers = trunk_of(model).layers
+    inside = []
+    layers[0].register_forward_pre_hook(lambda *_: inside.append(len(waits.found)))
+    layers[-1].register_forward_hook(lambda *_: inside.append(len(waits.found)))
+    with waits:
+        logits = model(**row_batch("positions", ROW).inputs).logits
+    first, last = inside
+    assert 0 < first == last, waits.found
+    waits.found.clear()
+    with waits:
+        (logits * torch.randn_like(logits)).sum().backward()
+    # which a CPU's attention has in blocks of a window's keys
+    assert not {*waits.found} - INDEXED, waits.found
