@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hf_packfree import (
 from hf_packfree.errors import BackendUnavailable, PatchConflict, UnsupportedInput, UnsupportedModel
 from hf_packfree.models.compat import CACHE
 from hf_packfree.parallel import ContextParallel
+from hf_packfree.patching.plan import op_sizes
 from tests.input_formats import (
     block_mask,
     one_row,
@@ -164,6 +166,24 @@ def test_a_flash_attention_gets_boundaries_and_the_layers_options(monkeypatch):
             *torch.tensor(EDGES).cumsum(0),
         ]
         assert keywords["max_length_q"] == 100 and keywords["s_aux"].shape == (4,)
+
+
+def test_frozen_sinks_leave_the_rest_of_the_gradients():
+    model = tiny("gpt_oss")
+    for layer in model.model.layers:
+        layer.self_attn.sinks.requires_grad_(False)
+    assert_exact(apply_patches(model), row_batch("positions", EDGES))
+    assert not any(layer.self_attn.sinks.grad is not None for layer in model.model.layers)
+
+
+def test_heads_of_512():
+    """As Gemma 4's full layers have them, beside 256 in its windows."""
+    row = by_family["gemma4_text"]
+    sizes = {"head_dim": 256, "global_head_dim": 512, "num_attention_heads": 2}
+    model = apply_patches(tiny(replace(row, tiny={**row.tiny, **sizes})))
+    assert_exact(model, row_batch("positions", EDGES))
+    wide = {layer.self_attn.head_dim for layer in model.model.layers}
+    assert wide == {256, 512} and op_sizes(model, row)["head_size"] == 512
 
 
 def test_router_losses_count_real_tokens_alone():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from importlib import import_module
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedInput
@@ -29,6 +31,7 @@ from tests.support import (
     relative_rms,
     run,
     run_alone,
+    slow_decay,
     tiny,
 )
 
@@ -180,9 +183,26 @@ def test_a_mixer_of_other_sizes_than_its_checkpoints_is_refused():
         apply_patches(model)
 
 
-def test_kinds_of_layers_as_older_releases_saved_them():
-    kinds = ["mamba", "attention"] * 2
-    assert_exact(tiny_with("granitemoehybrid", layer_types=kinds))
+SAVED = {
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+}
+"""By transformers 5.4 and 5.12."""
+
+
+@pytest.mark.parametrize("family", [name for name in SAVED if name in NAMES])
+def test_kinds_of_layers_as_older_releases_saved_them(family, tmp_path):
+    """They are read as the same layers as today's names."""
+    fields = by_family[family].tiny_config().to_dict()
+    for name in ("layer_types", "layers_block_type"):
+        fields.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(fields | SAVED[family], default=str))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    kinds = [type(module) for module in model.modules()]
+    assert kinds == [type(module) for module in tiny(family).modules()]
+    assert_exact(slow_decay(model).train())
 
 
 @pytest.mark.skipif("nemotron_h" not in NAMES, reason="this transformers has no Nemotron-H to pack")
