@@ -345,19 +345,24 @@ def test_sdpa_that_drops_the_cap_of_scores_is_refused():
     assert model(**batch.inputs).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3"])
 def test_frequencies_that_depend_on_the_row_are_refused_past_their_limit(family):
-    config = by_family[family].tiny_config()
-    config.max_position_embeddings = 64
-    kinds = [config.rope_parameters]
-    kinds = [kinds[0]["full_attention"]] if family == "gemma3_text" else kinds
-    kinds[0].update({"rope_type": "dynamic", "factor": 4.0})
+    config, limit = by_family[family].tiny_config(), 64
+    kind = "longrope" if family == "phi3" else "dynamic"
+    turns = config.rope_parameters
+    turns = turns["full_attention"] if family == "gemma3_text" else turns
+    turns |= {"rope_type": kind, "factor": 4.0}
+    config.max_position_embeddings = limit
+    if kind == "longrope":
+        config.original_max_position_embeddings = limit
+        turns |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        turns |= {"original_max_position_embeddings": limit}
     torch.manual_seed(0)
     model = apply_patches(getattr(transformers, by_family[family].causal_lm)(config))
     short = row_batch("positions", (40, 63, 3))
     alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in short.documents]
     assert relative_rms(model(**short.inputs).logits[0], torch.cat(alone)) <= LOGIT_TOL
-    with pytest.raises(UnsupportedInput, match="rope_type='dynamic'"):
+    with pytest.raises(UnsupportedInput, match=f"rope_type='{kind}'"):
         model(**row_batch("positions", (40, 65, 3)).inputs)
 
 
