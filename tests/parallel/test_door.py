@@ -8,10 +8,23 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_packfree import apply_patches
 from tests.input_formats import row_batch
-from tests.support import ROW, gradients, relative_rms, tiny
+from tests.support import ROW, by_family, gradients, relative_rms, tiny
+
+FAMILIES = [
+    "llama",
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v3",
+    "lfm2",
+    "olmo_hybrid",
+    "granitemoehybrid",
+    "nemotron_h",
+    "kimi_linear",
+]
+"""Of every kind of mixer, and of every way to hold them."""
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "lfm2"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in by_family])
 def test_patched_before_it_is_sharded(group, family):
     batch = row_batch("positions", ROW)
     given, mesh = (
