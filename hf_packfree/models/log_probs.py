@@ -5,6 +5,7 @@ quantised or hooked, is called on chunks, and again in the backward pass.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.base import size_of_linear
@@ -32,12 +34,14 @@ class Question:
         wanted: what beside the log-probability.
         in_fp32: the product is computed in fp32, under autocast, too.
         expected: which gradients will come.
+        cap: to which tanh caps the logits, if any does.
     """
 
     temperature: float | Tensor = 1.0
     wanted: Wanted = Wanted()
     in_fp32: bool = False
     expected: Expected = field(default_factory=Expected)
+    cap: float | None = None
 
 
 def token_log_probs(
@@ -61,14 +65,15 @@ def token_log_probs(
         targets: int64 [B, S]: of every token the one that is asked about, as a rule the next.
         head: the model, or its last layer. Every rank calls where FSDP2 shards it: its weights are
             gathered, and get the mean gradient over the ranks.
-        temperature: above 0; a number, or [B, 1] or [B, S]; without gradient.
+        temperature: of the model's own logits, which some configs scale; above 0; a number, or
+            [B, 1] or [B, S]; without gradient.
         entropy: with a gradient, or "detached" for the log, which is cheaper: two products the
             size of the logits instead of three where the head is frozen.
         top1: the most likely tokens, and whether they are the targets.
         ignore_index: the target of tokens that are not asked about, and cost nothing.
 
     Raises:
-        UnsupportedInput: the model caps or scales what its last layer gives.
+        UnsupportedInput: the model's logits are not its last layer's of the last hidden states.
 
     Examples:
         >>> import torch
@@ -81,37 +86,78 @@ def token_log_probs(
     """
     if (changed := changed_logits(head)) is not None:
         raise UnsupportedInput(
-            f"found {changed} in the config of a {type(head).__name__}; wanted logits as the "
-            "model's last layer gives them; take log_softmax of the model's own logits"
+            f"found {changed} of a {type(head).__name__}; wanted logits as the model's last layer "
+            "gives them of the last hidden states; take log_softmax of the model's own logits"
         )
     layer = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else head
     counted = Targets.of(targets.to(hidden.device), ignore_index)
-    wanted = Wanted(entropy=bool(entropy), top1=top1)
+    wanted, scale = Wanted(entropy=bool(entropy), top1=top1), scale_of_logits(head)
     expected = Expected(entropy=entropy is True)
     found = layer_log_probs(
-        hidden, layer, counted, Question(temperature, wanted, expected=expected)
+        hidden,
+        layer,
+        counted,
+        Question(temperature / scale, wanted, expected=expected, cap=cap_of_logits(head)),
     )
     return found.with_detached_entropy() if entropy == "detached" else found
 
 
-_CHANGES = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
-"""What configs say of a change of logits behind the last layer: {name: the value of none}."""
+_CHANGES = {"logits_mup_width_multiplier": 1.0, "ngram": None}
+"""What configs say of logits that are not the last layer's of the last hidden states: {name: the
+value of none}.
+"""
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""What they are multiplied with: {name: to which power}."""
 
 
 def changed_logits(head: Any) -> str | None:
-    """Return what a model's config says of a change of logits behind its last layer, or None."""
-    config: Any = getattr(head, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    """Return why a model's logits are not its last layer's of the last hidden states, but for a
+    scale and a cap, in words, or None.
+    """
+    text = _text_config(head)
     for name, none in _CHANGES.items():
         value = getattr(text, name, none)
         if value is not None and value != none:
-            return f"{name}={value}"
-    return None
+            return f"{name}={value} in the config"
+    return None if text is None else _between(head)
+
+
+def scale_of_logits(head: Any) -> float:
+    """Return what a model multiplies its last layer's logits with."""
+    text = _text_config(head)
+    values = {name: getattr(text, name, None) or 1.0 for name in _SCALES}
+    return math.prod(float(values[name]) ** power for name, power in _SCALES.items())
+
+
+def cap_of_logits(head: Any) -> float | None:
+    """Return to what a model caps its logits, or None."""
+    text = _text_config(head)
+    return next((float(cap) for name in _CAPS if (cap := getattr(text, name, None))), None)
+
+
+def _text_config(head: Any) -> Any:
+    config: Any = getattr(head, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+
+def _between(head: Any) -> str | None:
+    """Return what a model calls between its text model and its last layer, in words, or None."""
+    layer = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else None
+    owners = (one for one in head.modules() if any(part is layer for part in one.children()))
+    owner = next(owners, None)
+    text = owner.base_model if isinstance(owner, PreTrainedModel) else None
+    # a few classes do not say which of their parts is the text model
+    if owner is None or text is owner:
+        return None
+    found: list[str] = []
+    for part in owner.children():
+        if part is layer:
+            break
+        # towers come before the text model
+        names = [] if part is text else [*found, type(part).__name__]
+        found = names if any(True for _ in part.parameters()) else found
+    return f"a {found[0]} in front of the last layer" if found else None
 
 
 def layer_log_probs(
@@ -126,7 +172,7 @@ def layer_log_probs(
         backend: of a plain layer, see `linear_log_probs`; None: the fastest that runs there.
     """
     plain = _plain(layer)
-    if plain is None:
+    if plain is None or question.cap is not None:
         return _called(hidden, layer, targets, question)
     weight, bias = gathered(plain)
     return linear_log_probs(
@@ -207,6 +253,8 @@ def _of_chunk(
                 logits = layer(x.float())
         else:
             logits = layer(x)
+        if question.cap is not None:
+            logits = (logits / question.cap).tanh() * question.cap
         found = measured(logits, targets, inverse, question.wanted)
         return tuple(vars(found).values())
 
@@ -216,4 +264,11 @@ def _of_chunk(
     return outputs
 
 
-__all__ = ["Question", "changed_logits", "layer_log_probs", "token_log_probs"]
+__all__ = [
+    "Question",
+    "cap_of_logits",
+    "changed_logits",
+    "layer_log_probs",
+    "scale_of_logits",
+    "token_log_probs",
+]

@@ -22,7 +22,13 @@ from hf_packfree.models.entry import wants_all_logits
 from hf_packfree.models.head import is_whole_batch
 from hf_packfree.models.head_loss import HeadOfCall, last_layer
 from hf_packfree.models.labels import IGNORED
-from hf_packfree.models.log_probs import Question, changed_logits, layer_log_probs
+from hf_packfree.models.log_probs import (
+    Question,
+    cap_of_logits,
+    changed_logits,
+    layer_log_probs,
+    scale_of_logits,
+)
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import Expected, Targets, Wanted
 from hf_packfree.packing.marks import VERL_EXPECTED
@@ -109,6 +115,7 @@ def _is_ours(head: Any, given: dict[str, Any]) -> bool:
     known = any(given.get(name) is not None for name in ("shift_labels", "labels", "input_ids"))
     in_order = known and wants_all_logits(given) and is_whole_batch(given)
     plain = last_layer(head)[1] is not None and changed_logits(head) is None
+    plain = plain and scale_of_logits(head) == 1 and cap_of_logits(head) is None
     return in_order and plain and not torch.compiler.is_compiling()
 
 

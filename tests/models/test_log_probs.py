@@ -4,13 +4,17 @@ documents one by one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, token_log_probs
 from hf_packfree.errors import UnsupportedInput
 from tests.models.padded import padded_batch
+from tests.models.test_unlisted import built
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -311,15 +315,58 @@ def test_targets_of_another_shape_are_refused():
         logits.log_probs(targets(batch, where)[:, 1:])
 
 
-@pytest.mark.parametrize("cap", [30.0, None])
-def test_a_model_that_caps_its_logits_is_refused(cap):
-    model, (batch, where) = tiny("gemma2"), packed()
-    model.config.final_logit_softcapping = cap
-    hidden, wanted = model.base_model(**batch)[0], targets(batch, where)
-    if cap is not None:
-        with pytest.raises(UnsupportedInput, match="found final_logit_softcapping=30.0 in the con"):
-            token_log_probs(hidden, wanted, model)
-        return
-    scores = model.lm_head(hidden).log_softmax(-1)
-    made = scores.gather(2, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)
-    assert relative_rms(token_log_probs(hidden, wanted, model).log_probs, made) <= LOGIT_TOL
+CHANGED = {
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 8.0},
+    "cohere2": {"logit_scale": 0.25},
+    "falcon_h1": {},
+    "granitemoehybrid": {},
+}
+
+
+@pytest.mark.parametrize("family", [name for name in CHANGED if name in by_family])
+@pytest.mark.parametrize(
+    "temperature", [0.7, torch.linspace(0.5, 2, 12)[None]], ids=["one", "of tokens"]
+)
+def test_models_that_scale_or_cap_their_logits(family, temperature):
+    row = by_family[family]
+    model = tiny(replace(row, tiny={**row.tiny, **CHANGED[family]}))
+    ids = torch.arange(3, 15)[None]
+    logits = model(input_ids=ids, use_cache=False).logits
+    scores = (logits / torch.as_tensor(temperature)[..., None]).log_softmax(-1)
+    wanted = scores.gather(2, ids[..., None])[..., 0]
+    hidden = model.base_model(input_ids=ids, use_cache=False)[0]
+    found = token_log_probs(hidden, ids, model, temperature=temperature, entropy=True)
+    assert relative_rms(found.log_probs, wanted) <= LOGIT_TOL
+    assert relative_rms(found.entropy, -(scores.exp() * scores).sum(-1)) <= LOGIT_TOL
+    weight = model.get_output_embeddings().weight
+    ours, theirs = (
+        torch.autograd.grad(one.square().sum(), weight)[0] for one in (found.log_probs, wanted)
+    )
+    assert relative_rms(ours, theirs) <= GRADIENT_TOL
+
+
+@pytest.mark.slow
+def test_every_head_of_transformers_is_computed_or_refused_by_name():
+    """Of what can be built small: none gives other numbers in silence."""
+    ids, computed, refused = torch.arange(3, 23)[None], [], []
+    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            model = built(kind).eval()
+            hidden = model.base_model(input_ids=ids, use_cache=False)[0].detach()
+            logits = model(input_ids=ids, use_cache=False).logits.detach()
+        except Exception:
+            # neither here nor there: configs that want more than sizes, an encoder, a language
+            continue
+        if hidden.shape[-1] != model.get_output_embeddings().weight.shape[-1]:
+            continue
+        wanted = logits.float().log_softmax(-1).gather(2, ids[..., None])[..., 0]
+        try:
+            found = token_log_probs(hidden, ids, model).log_probs
+        except UnsupportedInput as error:
+            assert f"of a {type(model).__name__}" in str(error)
+            refused.append(kind)
+            continue
+        assert relative_rms(found, wanted) <= LOGIT_TOL, kind
+        computed.append(kind)
+    assert len(computed) > 100 and {"bert", "modernbert-decoder"} <= {*refused}
