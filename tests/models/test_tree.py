@@ -34,8 +34,15 @@ from tests.support import (
 from tests.trees import CHAIN, GROUP, TURNS, batch_of, forests
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe"]
+OTHERS = sorted(set(by_family) - set(FAMILIES))
 # measured: at most 3e-15 and 7e-14
 EXACT = 1e-10
+
+
+def follows_trees(family):
+    names = {mixer.cls for mixer in by_family[family].mixers}
+    mixers = [cls for cls in by_family[family].pairs().values() if cls.__name__ in names]
+    return all(cls.follows_trees for cls in mixers)
 
 
 @pytest.mark.slow
@@ -68,18 +75,25 @@ def test_in_fp32_and_the_control_leaks(family):
         assert found[0] >= CONTROL * LOGIT_TOL and found[1] >= CONTROL * GRADIENT_TOL
 
 
-@pytest.mark.parametrize("family", sorted(set(by_family) - set(FAMILIES)))
+@pytest.mark.parametrize("family", OTHERS)
 def test_every_other_family(family):
     model = apply_patches(tiny(family))
-    if all(cls.follows_trees for cls in mixers_of(family)):
+    if follows_trees(family):
         return assert_exact(model, TURNS, tiny(family))
     with pytest.raises(UnsupportedInput, match="found a tree of shared prefixes with layers of"):
         run(model, batch_of(TURNS), None)
 
 
-def mixers_of(family):
-    names = {mixer.cls for mixer in by_family[family].mixers}
-    return [cls for cls in by_family[family].pairs().values() if cls.__name__ in names]
+@pytest.mark.parametrize("family", [name for name in OTHERS if follows_trees(name)])
+def test_every_other_family_in_fp64(family, widened):
+    stock, model = tiny(family).double(), tiny(family).double()
+    for one in (stock, model):
+        one.set_experts_implementation("eager")
+    batch = batch_of(TURNS)
+    weights = [weight.double() for weight in random_weights(batch, 128)]
+    wanted = run_alone(stock, batch, weights)
+    found = run(apply_patches(model), batch, weights)
+    assert max(errors(found, wanted, floor=1e-6)) <= EXACT
 
 
 MODEL, STOCK = apply_patches(tiny()), tiny()
