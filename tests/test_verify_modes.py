@@ -14,7 +14,9 @@ from hf_packfree import apply_patches, remove_patches, verify_packing
 from hf_packfree.cli import main
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.compat import RELEASE
-from hf_packfree.verify import LIMITS, build_model
+from hf_packfree.ops.attention import score_options
+from hf_packfree.verify import LIMITS, build_model, verify
+from hf_packfree.verify.report import Limits
 from tests.support import leak_in_the_convolution, tiny
 
 pytestmark = pytest.mark.compat(kernels=False)
@@ -58,6 +60,32 @@ def test_the_command_says_so_and_calls_it_no_leak(model, tmp_path, capsys):
     model.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path), "--lengths", "5,9"]) == 2
     assert "NaN or Inf" in capsys.readouterr().err
+
+
+def gpt_oss(seed):
+    torch.manual_seed(seed)
+    return apply_patches(build_model("gpt_oss", dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("limit", [5e-2, 1e-6])
+def test_experts_that_rounding_changes_are_no_leak(limit, monkeypatch):
+    """These were called one: by gradients of routers, .52 at a limit of .5, or by logits."""
+    if limit != LIMITS[torch.bfloat16].logits:
+        monkeypatch.setattr(verify, "limits_for", lambda *what: Limits(limit, limit, 5e-2))
+    for seed in (0, 2, 7):
+        report = verify_packing(gpt_oss(seed), control=False)
+        assert report.patched.influence == report.patched.cross_gradient == 0
+        # measured: .04 and .5 off, twice .08 and .7 allowed
+        assert report.limits.influence == 5e-2 and 1e-3 < report.limits.logits < 0.3
+
+
+def test_rounding_excuses_no_wrong_attention(monkeypatch):
+    """Without its window a document reads more of itself, and nothing of others."""
+    own = score_options.plan_pieces
+    monkeypatch.setattr(score_options, "plan_pieces", lambda packed, window: own(packed, None))
+    with pytest.raises(LeakDetected, match="^found .*logits differ from a forward per doc") as leak:
+        verify_packing(gpt_oss(0))
+    assert leak.value.report.patched.influence == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -106,6 +106,25 @@ class Probe:
             prefix_gradient=prefix,
         )
 
+    def rounding(self) -> tuple[float, float]:
+        """Return how far documents alone move, logits and the worst parameter's gradient, when
+        every number of their embeddings does by one rounding, up or down.
+        """
+        step = torch.finfo(self.autocast or self.dtype).eps
+
+        def nudge(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            drawn = torch.rand(output.shape, generator=self.generator, device="cpu") < 0.5
+            return output * torch.where(drawn, 1 + step, 1 - step).to(output)
+
+        with self.reference():
+            before, gradients = self._alone()
+            handle = self.embed.register_forward_hook(nudge)
+            try:
+                after, moved = self._alone()
+            finally:
+                handle.remove()
+        return relative_rms(after, before), self._worst(moved, gradients)[0] or 0.0
+
     def _alone(self) -> tuple[Tensor, dict[str, Tensor]]:
         outputs, total = [], dict[str, Tensor]()
         start = 0

@@ -21,7 +21,7 @@ from hf_packfree.patching.unlisted import name_of, text_model, why_not_patched
 from hf_packfree.verify.model_source import build_model
 from hf_packfree.verify.probe import Probe, prepared
 from hf_packfree.verify.ranks import settings_of
-from hf_packfree.verify.report import Measurement, PackingReport, limits_for
+from hf_packfree.verify.report import Limits, Measurement, PackingReport, limits_for
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
 """Documents shorter than the convolution, around the 64-token chunk, and of one token."""
@@ -145,6 +145,9 @@ def verify_packing(
     with prepared(model, slow_decay), _no_advice():
         patched = probe.measure()
         limits = limits_for(probe.device, probe.autocast or probe.dtype, probe.packages)
+        if _may_be_rounding(patched, limits, probe.autocast or probe.dtype):
+            # both runs round: documents packed, and alone
+            limits = limits.at_least(*(2 * moved for moved in probe.rounding()))
         unpatched = _control(model, probe) if control else None
     report = PackingReport(
         model=type(model).__name__,
@@ -250,6 +253,15 @@ def _judge(report: PackingReport, model: nn.Module) -> None:
             f"{control.logits:.1e}; wanted a leak far above the limit, so that this measurement "
             "can be believed; pass slow_decay=True or longer documents"
         )
+
+
+def _may_be_rounding(found: Measurement, limits: Limits, dtype: torch.dtype) -> bool:
+    """Whether only values are beyond the limits, in half precision: where experts are chosen, one
+    rounding sends a token to another.
+    """
+    apart = found.influence <= limits.influence and not found.cross_gradient
+    near = found.logits <= limits.logits and (found.gradients or 0.0) <= limits.gradients
+    return dtype in (torch.bfloat16, torch.float16) and apart and not near
 
 
 def _control(model: nn.Module, probe: Probe) -> Measurement | None:
