@@ -1,4 +1,4 @@
-"""Packed and padding-free training of hybrid linear-attention models, exact and fast.
+"""Packed and padding-free training of linear-attention hybrids and plain decoders, exact and fast.
 
 Importing this package changes nothing and loads nothing; names load what they need when they are
 first used.

@@ -86,7 +86,8 @@ def parser() -> Parser:
     packfree = Parser(
         prog="packfree",
         description=wrapped(
-            "Packed and padding-free training of hybrid linear-attention models, exact and fast."
+            "Packed and padding-free training of linear-attention hybrids and plain decoders, "
+            "exact and fast."
         ),
         epilog=f"{_examples('')}\n\n{_filled(EXIT_CODES)}",
     )
