@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_packfree.graphs.gradients import Gradients, borrowed
+from hf_packfree.ops.operation import once_differentiable
 
 WARM_UP = 2
 """Runs before the capture, in which kernels are compiled and libraries take their workspaces."""
@@ -127,6 +128,7 @@ class _Replay(Function):
         return graph.run_forward(tensors[: len(graph.inputs)])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         row = ctx.row
         if row.done:

@@ -15,6 +15,7 @@ import torch
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.graphs import capture, gradients, plans, runner
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import graphs as of_models
@@ -154,6 +155,20 @@ def test_a_row_waits_for_the_backward_of_the_one_before(model):
     hidden(model, ROWS[0])
     hidden(model, ROWS[0])
     assert of(model).replayed == replayed + 3
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_second_derivative_is_refused(model, power):
+    """As of layers without a graph: gradients that forgot what they were made of would be wrong."""
+    for _ in range(3):
+        hidden(model, ROWS[0]).sum().backward()
+    replayed = of(model).replayed
+    loss = hidden(model, ROWS[0]).pow(power).sum()
+    assert of(model).replayed == replayed + 1
+    parameters = [*model.base_model.layers.parameters()]
+    found = torch.autograd.grad(loss, parameters, create_graph=True)
+    with pytest.raises(UnsupportedInput, match="found a second derivative"):
+        sum(grad.pow(2).sum() for grad in found).backward()
 
 
 def test_gradients_lie_in_the_graph_s_memory_and_outlive_the_next_row(model):
