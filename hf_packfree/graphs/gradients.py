@@ -2,8 +2,8 @@
 
 A graph of full training would keep a second set of them otherwise, as large as the weights, and
 write it in every step. Where a replay wrote a gradient, the next replay of any graph of its pool
-writes something else; so before it, `Gradients.take_back` moves what parameters still hold (sums
-over several rows) to memory of its own, and says if somebody else holds the rest.
+writes something else; so before it, `Gradients.take_back` moves what parameters alone still hold
+(sums over several rows) to memory of its own, and says if somebody holds anything else.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Gradients:
         self._parameters, self._owner = tuple(parameters), owner
         self._grads = [None if grad is None else borrowed(grad) for grad in grads]
         self._shared = _shared(self._grads)
-        self._out: list[weakref.ref[Address]] = []
+        self._out: dict[int, weakref.ref[Address]] = {}
 
     def hand_out(self) -> list[Tensor | None]:
         """Return the gradients that were written last; call `take_back` before the next are."""
@@ -77,23 +77,31 @@ class Gradients:
         if grad.data_ptr() in self._shared:
             return grad.clone()
         address = Address(grad.data_ptr(), _size(grad), self._owner)
-        self._out.append(weakref.ref(address))
+        self._out[grad.data_ptr()] = weakref.ref(address)
         return tensor_at(address, grad)
 
     def take_back(self) -> bool:
         """Return whether the memory may be written: gradients of parameters are moved first."""
         if not self._is_out():
             return True
-        places = {grad.data_ptr() for grad in self._grads if grad is not None}
         for parameter in self._parameters:
-            grad = parameter.grad
-            if grad is not None and grad.data_ptr() in places:
-                # in place: whoever holds this tensor holds the parameter's gradient
-                grad.data = grad.detach().clone()
+            if parameter.grad is not None:
+                self._move(parameter.grad)
         return not self._is_out()
 
+    def _move(self, grad: Tensor) -> None:
+        out = self._out.get(grad.data_ptr())
+        if out is None:
+            return
+        shape, strides = grad.shape, grad.stride()
+        # in place: whoever holds this tensor holds the parameter's gradient
+        grad.data = grad.detach().clone()
+        if (address := out()) is not None:
+            # back: a view of it has to see what is added to it
+            grad.data = tensor_at(address, grad).as_strided(shape, strides)
+
     def _is_out(self) -> bool:
-        self._out = [address for address in self._out if address() is not None]
+        self._out = {place: out for place, out in self._out.items() if out() is not None}
         return bool(self._out)
 
 

@@ -66,6 +66,22 @@ def test_what_somebody_else_keeps_is_not_written_over(written):
     assert handed.take_back()
 
 
+def test_a_view_of_what_a_parameter_holds_stays_one(written):
+    """What the next row adds to the gradient is in the view, as it is without graphs."""
+    parameters, handed = made(written)
+    for parameter, grad in zip(parameters, handed.hand_out(), strict=True):
+        parameter.grad = grad
+    del grad
+    view = parameters[0].grad.view(-1)
+    assert not handed.take_back()
+    parameters[0].grad += 1
+    assert torch.equal(view, torch.arange(1.0, 7.0))
+    del view
+    assert handed.take_back()
+    written[0].fill_(float("nan"))
+    assert torch.equal(parameters[0].grad, torch.arange(1.0, 7.0).view(2, 3))
+
+
 def test_gradients_that_share_memory_are_copies():
     """In-place changes of one, as clipping makes them, are not the other's."""
     whole, other = torch.arange(8.0), torch.ones(2)
