@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.models.compat import masks_the_layers_ignore
+from hf_packfree.models.recompute import has_saved_tensor_hooks
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.table import OPS
@@ -84,11 +85,12 @@ def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
 
 
 def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
-    """Return why more than the layers' last hidden states of this row's tokens is wanted, or
-    None.
-    """
+    """Return why a graph does not give what is wanted of this row, or None."""
     if not has_fixed_frequencies(trunk.config):
         return "its rotary embedding depends on the longest position"
+    # a capture would copy activations to memory that is another's by the time of a replay
+    if has_saved_tensor_hooks():
+        return "activations are offloaded or recomputed (hooks of saved tensors)"
     for name in _OUTPUTS:
         wanted = row.get(name)
         if getattr(trunk.config, name, False) if wanted is None else wanted:

@@ -28,7 +28,7 @@ def recompute_saved(
         enabled: False, and wherever checkpointing or offloading already decides what is kept:
             nothing changes.
     """
-    if not enabled or not torch.is_grad_enabled() or _has_saved_tensor_hooks():
+    if not enabled or not torch.is_grad_enabled() or has_saved_tensor_hooks():
         return nullcontext()
     address, size = result.data_ptr(), result.numel()
 
@@ -77,7 +77,7 @@ def linear_with_recompute(
         return project(result.flatten(2), layer, state=state)[0]
 
 
-def _has_saved_tensor_hooks() -> bool:
+def has_saved_tensor_hooks() -> bool:
     """Whether hooks of gradient checkpointing or activation offloading are in force."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None

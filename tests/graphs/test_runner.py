@@ -304,6 +304,18 @@ def test_layers_that_are_recomputed_and_draw_random_numbers_are_not_captured(mod
     )
 
 
+def test_offloaded_activations_run_without(model):
+    """Host memory that a capture copied to would be somebody else's at the next replay."""
+    for _ in range(3):
+        with torch.autograd.graph.save_on_cpu():
+            hidden(model, ROWS[0]).sum().backward()
+    assert of(model).replayed == 0
+    assert "3 because activations are offloaded" in patch_report(model).cuda_graphs
+    for _ in range(2):
+        hidden(model, ROWS[0]).sum().backward()
+    assert of(model).replayed == 1
+
+
 def test_outputs_of_layers_run_without(model):
     hidden(model, ROWS[0], output_hidden_states=True)
     assert "output_hidden_states is wanted" in patch_report(model).cuda_graphs
