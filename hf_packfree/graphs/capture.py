@@ -44,6 +44,14 @@ class Pool:
         self.tokens = tokens
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
+        self._device, self._last = device, torch.cuda.current_stream(device)
+
+    def follow(self) -> None:
+        """Let the current stream wait for the one that wrote the memory last."""
+        current = torch.cuda.current_stream(self._device)
+        if current != self._last:
+            current.wait_stream(self._last)
+            self._last = current
 
 
 class Graph:

@@ -157,6 +157,8 @@ class Runner:
 
     def _in_use(self) -> str | None:
         """Return why the memory of the graphs may not be written, or None."""
+        if self._pool is not None:
+            self._pool.follow()
         graphs = [each.graph for each in self.graphs.values()]
         if not all(graph.is_free for graph in graphs):
             return "the backward pass of a row before is still to come"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -57,6 +56,22 @@ class Again(capture.Graph):
         return d_inputs + self.gradients.hand_out()
 
 
+class OnACPU(capture.Pool):
+    """Memory that nobody shares, and streams that a test names."""
+
+    def __init__(self, device, tokens):
+        self.tokens = tokens
+        self._device, self._last = device, torch.cuda.current_stream(device)
+
+
+class Stream:
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
 def _become(self, packed):
     """PyTorch's plans on a CPU are no tables: what the layers run on next is another record."""
     for name in ("cu_seqlens", "cu_seqlens_cpu", "seq_idx", "max_seqlen"):
@@ -69,11 +84,13 @@ def on_a_cpu(monkeypatch):
     """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
     monkeypatch.setattr(runner, "Graph", Again)
     monkeypatch.setattr(gradients, "tensor_at", on_cpu.tensor_at)
-    monkeypatch.setattr(runner, "Pool", lambda device, tokens: SimpleNamespace(tokens=tokens))
+    monkeypatch.setattr(runner, "Pool", OnACPU)
     monkeypatch.setattr(plans.CapturedSequence, "become", _become)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
     monkeypatch.setattr(of_models, "_is_training_step", lambda trunk, row: trunk.training)
     monkeypatch.setattr(of_models, "_unbounded", lambda trunk: None)
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
 
     def padded(packed, bucket):
         spare = bucket.tokens - packed.num_tokens
@@ -155,6 +172,21 @@ def test_a_row_waits_for_the_backward_of_the_one_before(model):
     hidden(model, ROWS[0])
     hidden(model, ROWS[0])
     assert of(model).replayed == replayed + 3
+
+
+def test_a_row_on_another_stream_waits_for_the_one_before(model, monkeypatch):
+    """Whose graph may still run there, in memory that is about to be written."""
+    for _ in range(3):
+        hidden(model, ROWS[0]).sum().backward()
+    first, other = torch.cuda.current_stream(), Stream()
+    assert first.waited == []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: other)
+    for _ in range(2):
+        hidden(model, ROWS[0]).sum().backward()
+    assert other.waited == [first]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: first)
+    hidden(model, ROWS[0]).sum().backward()
+    assert first.waited == [other] and of(model).replayed == 5
 
 
 @pytest.mark.parametrize("power", [1, 2])
