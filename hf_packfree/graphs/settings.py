@@ -41,6 +41,14 @@ class Settings:
         self._empty = [each for each in found if not each]
         self._attributes = [each for each in found if each]
         self._copies = [found.copy() for found in self._attributes]
+        # another tensor of one element with the same value counts as equal
+        self._numbers = [
+            (each, name, value)
+            for each in self._attributes
+            if isinstance(each, dict)
+            for name, value in each.items()
+            if isinstance(value, Tensor) and value.numel() == 1
+        ]
         self._tensors = [*_tensors(module)]
         self._addresses, self._switches = _addresses(self._tensors), _switches(module)
 
@@ -53,6 +61,7 @@ class Settings:
             return False
         return (
             same
+            and all(each[name] is value for each, name, value in self._numbers)
             and self._addresses == _addresses(self._tensors)
             and self._switches == _switches(module)
         )

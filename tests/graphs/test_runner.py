@@ -245,6 +245,16 @@ def test_what_a_graph_depends_on(model, change):
     assert Settings(model.base_model).hold(model.base_model)
 
 
+def test_another_tensor_with_the_same_number_counts(model):
+    """The graph reads the old one, which no optimizer steps any more."""
+    layer = model.base_model.layers[0]
+    layer.scalar = torch.nn.Parameter(torch.ones(1))
+    settings = Settings(model.base_model)
+    assert settings.hold(model.base_model)
+    layer.scalar = torch.nn.Parameter(torch.ones(1))
+    assert not settings.hold(model.base_model)
+
+
 def test_settings_inside_containers_count(model):
     model.base_model.layers[0].scaling = {"default": 1.0}
     settings = Settings(model.base_model)
