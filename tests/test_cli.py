@@ -299,15 +299,21 @@ def test_doctor_with_a_damaged_config_is_2_and_a_sentence(capsys, tmp_path):
     assert code == 2 and "found no config under" in err and "Traceback" not in err, err
 
 
-def test_kernels_without_a_gpu_are_3_and_said(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "fla, wanted, other",
+    [("0.6.0", "pip uninstall fla-core", "please report it")]
+    + [(None, "please report it", "pip uninstall fla-core")],
+)
+def test_kernels_without_a_gpu_are_3_and_said(capsys, monkeypatch, fla, wanted, other):
     """What Triton says where transformers calls flash-linear-attention on a CPU."""
 
     def called(options):
         raise RuntimeError("0 active drivers ([]). There should only be one.")
 
     monkeypatch.setitem(hf_packfree.cli.COMMANDS, "models", called)
+    monkeypatch.setattr("hf_packfree.ops.backend.installed", lambda package: fla)
     code, _, err = run(capsys, "models")
-    assert code == 3 and "pip uninstall fla-core" in err and "please report it" not in err
+    assert code == 3 and wanted in err and other not in err
 
 
 def test_what_nobody_expected_is_3_and_a_sentence_or_a_traceback_where_asked(capsys, monkeypatch):

@@ -69,6 +69,12 @@ def _refuse_unknown(words: Sequence[str], reader: Parser) -> None:
         reader.refuse("command", first, COMMANDS)
 
 
+def _has_fla() -> bool:
+    from hf_packfree.ops.backend import installed
+
+    return installed("fla-core") is not None
+
+
 def _complain_of(error: Exception, verbose: bool) -> int:
     """Say what went wrong, and return its exit code."""
     if isinstance(error, (PackFreeError, OSError)):
@@ -77,8 +83,8 @@ def _complain_of(error: Exception, verbose: bool) -> int:
     if isinstance(error, ImportError):
         complain(f"{error}; packfree doctor says what is installed and what to install")
         return BROKEN
-    if "active drivers" in str(error):
-        # Triton's
+    # Triton's
+    if "0 active drivers" in str(error) and _has_fla():
         complain(
             "found fla-core where there is no GPU, and transformers calls its kernels all the same "
             "for rows of one document; wanted a GPU, or none of these kernels; pip uninstall "
