@@ -173,6 +173,9 @@ class Runner:
         packed, trunk = CapturedSequence.of(row), self.trunk()
         assert trunk is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
+        # a capture's backward pass runs them, and the step once more
+        if any(x._backward_hooks for x in parameters):
+            return "parameters have hooks (register_hook)"
         if (why := self._in_use()) is not None:
             return why
         while len(self.graphs) >= MOST:

@@ -245,6 +245,23 @@ def test_what_a_graph_depends_on(model, change):
     assert Settings(model.base_model).hold(model.base_model)
 
 
+def test_hooks_of_parameters_run_once(model):
+    """A capture's backward pass calls them too: what leaves its graph would be scaled twice."""
+    weight = model.base_model.layers[0].mlp.up_proj.weight
+    hidden(model, ROWS[0]).sum().backward()
+    wanted = 2 * weight.grad
+    hook = weight.register_hook(lambda grad: grad * 2)
+    for _ in range(3):
+        model.zero_grad()
+        hidden(model, ROWS[0]).sum().backward()
+        assert torch.allclose(weight.grad, wanted)
+    assert of(model).replayed == 0
+    assert "3 because parameters have hooks" in patch_report(model).cuda_graphs
+    hook.remove()
+    hidden(model, ROWS[0]).sum().backward()
+    assert of(model).replayed == 1
+
+
 def test_another_tensor_with_the_same_number_counts(model):
     """The graph reads the old one, which no optimizer steps any more."""
     layer = model.base_model.layers[0]
