@@ -34,7 +34,7 @@ Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
 last hidden states [1, T, D]."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Captured:
     """The graph of one bucket."""
 
@@ -42,7 +42,7 @@ class Captured:
     packed: CapturedSequence
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Runner:
     """The graphs of one text model, and why rows ran without.
 
