@@ -90,6 +90,7 @@ class Backend:
             it, or None.
         package: the distribution whose release decides what it computes, which the report names:
             the kernels', or what compiles our own.
+        kernel: which of the package's kernels it asks for, where the package would choose.
         batch_invariant: whether a document gets the same bits alone and in a packed row, in a
             layer's forward pass, where `tests/gpu` ran.
         long: what it does with long documents where their bits may depend on the row.
@@ -102,6 +103,7 @@ class Backend:
     run: Callable[..., Any] | None = None
     unusable: Callable[[Target], str | None] = _always
     package: str = "torch"
+    kernel: str = ""
     batch_invariant: bool = False
     long: LongDocuments | None = None
     compiles: Literal["seconds", "minutes"] | None = None

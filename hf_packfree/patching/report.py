@@ -105,8 +105,8 @@ class PatchReport:
         return asdict(self)
 
     def _with_version(self, op: str, name: str) -> str:
-        """Return "triton 3.6.0", "fla (fla-core 0.6.0)" or "flash_attention_2 (the model's,
-        flash-attn 2.8)".
+        """Return "triton 3.6.0", "fla (fla-core 0.6.0)", "varlen (FlashAttention of torch 2.15.0)"
+        or "flash_attention_2 (the model's, flash-attn 2.8)".
         """
         backend = OPS[op].backends.get(name)
         package = (
@@ -117,6 +117,8 @@ class PatchReport:
         found = f"{package} {self.versions.get(package) or 'of unknown version'}"
         if name == package:
             return found
+        if backend is not None and backend.kernel:
+            found = f"{backend.kernel} of {found}"
         return f"{name} ({found})" if backend is not None else f"{name.removesuffix(')')}, {found})"
 
     def __str__(self) -> str:

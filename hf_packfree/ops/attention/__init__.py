@@ -82,6 +82,7 @@ OP = Op(
         "varlen": AttentionBackend(
             varlen.attend,
             _unless_lacking(varlen.unusable, _VARLEN),
+            kernel=varlen.KERNEL,
             batch_invariant=True,
             with_history=varlen.attend_with_history,
             with_options=varlen.attend,

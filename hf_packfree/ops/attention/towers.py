@@ -28,7 +28,10 @@ OP = Op(
     name="tower_attention",
     backends={
         "varlen": Backend(
-            partial(varlen.attend, causal=False), _varlen_unusable, batch_invariant=True
+            partial(varlen.attend, causal=False),
+            _varlen_unusable,
+            kernel=varlen.KERNEL,
+            batch_invariant=True,
         ),
         "torch": Backend(partial(torch_native.attend, causal=False)),
     },

@@ -25,6 +25,8 @@ from hf_packfree.versions import (
 )
 
 _HEAD_SIZE = 256
+KERNEL = "FlashAttention"
+"""What runs, of the kernels that torch may choose from."""
 
 
 def unusable(target: Target) -> str | None:
