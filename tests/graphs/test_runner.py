@@ -23,6 +23,7 @@ from hf_packfree.models.same_batch import setup_of
 from hf_packfree.models.state import Kernels, state_of
 from hf_packfree.parallel import ContextParallel
 from tests.graphs import on_cpu
+from tests.integrations.marks import needs
 from tests.support import CONTROL, LOGIT_TOL, checkpoint_layers
 
 
@@ -138,6 +139,21 @@ def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
         assert (plain - torch.cat(alone, 1)).abs().max() > CONTROL * LOGIT_TOL
         found.sum().backward()
     assert of(model).replayed >= 2 * len(ROWS)
+
+
+def test_offsets_of_the_row_before_would_be_seen(model, monkeypatch):
+    """The control: the row's own tokens on the record that the graph was captured with."""
+    monkeypatch.setattr(plans.CapturedSequence, "become", lambda self, packed: None)
+    captured, other = (30, 20, 7), (9, 27, 21)
+    for _ in range(2):
+        hidden(model, captured).sum().backward()
+    found = hidden(model, other)
+    assert of(model).replayed == 2
+    model.eval()
+    with torch.no_grad():
+        parts = inputs_of(other)["input_ids"].split(other, 1)
+        alone = [model.base_model(input_ids=ids).last_hidden_state for ids in parts]
+    assert (found - torch.cat(alone, 1)).abs().max() > CONTROL * LOGIT_TOL
 
 
 def test_gradients_are_those_without_graphs(model):
@@ -277,6 +293,85 @@ def test_settings_inside_containers_count(model):
     settings = Settings(model.base_model)
     model.base_model.layers[0].scaling["default"] = 2.0
     assert not settings.hold(model.base_model)
+
+
+@needs("peft")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda peft, more: peft.add_adapter("third", more),
+        lambda peft, more: peft.set_adapter("second"),
+        lambda peft, more: peft.base_model.set_adapter(["default", "second"]),
+        lambda peft, more: peft.base_model.disable_adapter_layers(),
+        lambda peft, more: peft.merge_adapter(),
+        lambda peft, more: peft.delete_adapter("second"),
+    ],
+    ids=["added", "switched", "two", "disabled", "merged", "deleted"],
+)
+def test_adapters_that_change_count(model, change):
+    """A graph reads those that were active when it was captured."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["up_proj", "q_proj"])
+    peft, trunk = get_peft_model(model, config), model.base_model
+    peft.add_adapter("second", config)
+    settings = Settings(trunk)
+    assert settings.hold(trunk)
+    change(peft, config)
+    assert not settings.hold(trunk) and Settings(trunk).hold(trunk)
+
+
+def test_an_error_in_the_middle_leaves_nothing_behind(model):
+    """Before the layers' backward pass, and behind it; the rows after it are replayed, and right."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d_out):
+            raise ZeroDivisionError
+
+    for _ in range(3):
+        model.zero_grad()
+        hidden(model, ROWS[0]).sum().backward()
+    wanted = [x.grad.clone() for x in model.base_model.parameters()]
+    replayed = of(model).replayed
+    with pytest.raises(ZeroDivisionError):
+        Fails.apply(hidden(model, ROWS[1])).sum().backward()
+    inputs = inputs_of(ROWS[0])
+    embeddings = Fails.apply(model.get_input_embeddings()(inputs.pop("input_ids")))
+    with pytest.raises(ZeroDivisionError):
+        model.base_model(inputs_embeds=embeddings, **inputs).last_hidden_state.sum().backward()
+    assert of(model).replayed == replayed + 2
+    for _ in range(2):
+        model.zero_grad()
+        hidden(model, ROWS[0]).sum().backward()
+        for found, right in zip(model.base_model.parameters(), wanted, strict=True):
+            assert torch.allclose(found.grad, right, atol=1e-6)
+    assert of(model).replayed == replayed + 4
+
+
+def test_models_in_turns_have_graphs_of_their_own(model):
+    """And patches that are taken away take theirs along."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for x in other.parameters():
+            x.mul_(1.1)
+    for seed, lengths in enumerate((ROWS[0], ROWS[0], ROWS[1])):
+        for each in (model, other):
+            found = hidden(each, lengths, seed)
+            each.eval()
+            assert (found - hidden(each, lengths, seed)).abs().max() < LOGIT_TOL
+            each.train()
+            found.sum().backward()
+    assert of(model).replayed == of(other).replayed == 2
+    assert of(model) is not of(other)
+    remove_patches(model)
+    apply_patches(model, cuda_graphs="auto")
+    assert of(model).replayed == 0 and not of(model).graphs
 
 
 def test_an_optimizer_s_step_changes_no_setting(model):
