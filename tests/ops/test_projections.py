@@ -34,6 +34,24 @@ def test_equals_layers_called_separately(sizes, backend):
         assert a.shape == b.shape and relative_rms(a, b) < 1e-12
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_under_autocast_a_weight_is_what_it_was_set_to(trained):
+    """Also by a write that hides from autograd, inside one autocast: no rounded copy is kept."""
+    torch.manual_seed(0)
+    x, other = torch.randn(1, 9, 24), torch.randn(40, 24)
+    layer = torch.nn.Linear(24, 40, bias=False).requires_grad_(trained)
+    read = x.bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        projections(read, *plain_layers(x, layer), backend="triton")
+        layer.weight.data.copy_(other)
+        (found,) = projections(read, *plain_layers(x, layer), backend="triton")
+    found.sum().backward()
+    assert torch.equal(found, linear(x.bfloat16(), other.bfloat16()))
+    assert relative_rms(read.grad, other.sum(0).expand_as(x)) < torch.finfo(torch.bfloat16).eps
+    # saved, merged and moved is what is trained
+    assert layer.weight.dtype == torch.float32 and torch.equal(layer.weight, other)
+
+
 def test_outputs_nobody_reads_and_frozen_layers():
     torch.manual_seed(0)
     x = torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
