@@ -389,6 +389,23 @@ def test_quantised_base(order, same_gradients, tmp_path):
     same_gradients(found[:2], wanted[:2], in_rows(lora(quantised(tmp_path)))[:2])
 
 
+@needs("bitsandbytes")
+def test_a_4_bit_base_prepared_as_peft_documents_it_is_fused_under_autocast(tmp_path):
+    """`prepare_model_for_kbit_training` makes norms and activations fp32, which the base's compute
+    dtype is not: the report says what would fuse its projections.
+    """
+    from peft import prepare_model_for_kbit_training
+
+    tiny().save_pretrained(tmp_path)
+    base = quantised(tmp_path, computes_in=torch.bfloat16)
+    model = apply_patches(lora(prepare_model_for_kbit_training(base)))
+    count = 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP)
+    kind = "LoRA on Linear4bit (fused under autocast in bfloat16)"
+    assert patch_report(model).called == {kind: count}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert patch_report(model).called == {}
+
+
 @integration(
     "PEFT",
     "LoRA on 8-bit bases: bitsandbytes, torchao's weight-only int8",
