@@ -8,6 +8,7 @@ which tokens belong together.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from hf_packfree import apply_patches
 from tests.input_formats import INT32, additive, block_mask
-from tests.support import nudged, relative_rms, tiny
+from tests.support import double, relative_rms, tiny
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 Gradients = tuple[torch.Tensor, ...]
@@ -389,18 +390,23 @@ def labels_of(case: Case, said: Meaning) -> torch.Tensor:
 
 
 @cache
-def unpatched(family: str, attention: str, nudge: int = 0) -> torch.nn.Module:
-    """The unpatched model, each weight moved by its last bit, up or down by the draw `nudge`, if
-    that is not 0.
-    """
-    model = tiny(family, attention=attention)
-    return nudged(model, nudge) if nudge else model
+def unpatched(family: str, attention: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The unpatched model, with the same weights in every dtype."""
+    if dtype == torch.float64:
+        return double(family, attention)
+    return tiny(family, attention=attention)
 
 
 @cache
-def patched(family: str, attention: str, options: tuple[tuple[str, str], ...]) -> torch.nn.Module:
+def patched(
+    family: str,
+    attention: str,
+    options: tuple[tuple[str, str], ...],
+    dtype: torch.dtype = torch.float32,
+) -> torch.nn.Module:
     """The same model, patched."""
-    return apply_patches(tiny(family, attention=attention), **dict(options))
+    model = copy.deepcopy(unpatched(family, attention, dtype))
+    return apply_patches(model, **dict(options))
 
 
 def weights_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -411,14 +417,18 @@ def weights_of(tokens: torch.Tensor) -> torch.Tensor:
 
 @cache
 def alone(
-    family: str, attention: str, nudge: int, tokens: tuple[int, ...], learned: tuple[bool, ...]
+    family: str,
+    attention: str,
+    dtype: torch.dtype,
+    tokens: tuple[int, ...],
+    learned: tuple[bool, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients, Gradients]:
     """A document's logits, its summed loss over the tokens after the first that are learned, and
     the gradients of both.
 
     The logits' gradients are those of a fixed functional, see `weights_of`.
     """
-    model, ids = unpatched(family, attention, nudge), torch.tensor([tokens])
+    model, ids = unpatched(family, attention, dtype), torch.tensor([tokens])
     logits = model(input_ids=ids, use_cache=False).logits[0]
     target = ids[0, 1:].masked_fill(~torch.tensor(learned, dtype=torch.bool), IGNORED)
     loss = F.cross_entropy(logits[:-1], target, ignore_index=IGNORED, reduction="sum")
@@ -447,12 +457,15 @@ class Wanted:
     gradients: list[torch.Tensor]
 
 
-def wanted(case: Case, said: Meaning, labels: torch.Tensor, nudge: int = 0) -> Wanted:
+def wanted(
+    case: Case, said: Meaning, labels: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> Wanted:
     """Run every document alone through the unpatched model."""
     learned = sum(int((labels[row, part[1:]] != IGNORED).sum()) for row, part in said.documents)
     read, loss, documents = case.reads_logits or not learned, 0.0, []
     grads = [
-        torch.zeros_like(weight) for weight in unpatched(case.family, case.attention).parameters()
+        torch.zeros_like(weight)
+        for weight in unpatched(case.family, case.attention, dtype).parameters()
     ]
     for row, part in said.documents:
         # padding that no format marks: a segment that may be any
@@ -463,7 +476,7 @@ def wanted(case: Case, said: Meaning, labels: torch.Tensor, nudge: int = 0) -> W
             tuple((labels[row, part[1:]] != IGNORED).tolist()),
         )
         logits, of_document, by_loss, by_logits = alone(
-            case.family, case.attention, nudge, tokens, known
+            case.family, case.attention, dtype, tokens, known
         )
         documents.append((row, part, logits))
         loss += float(of_document)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hf_packfree import apply_patches
 from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.mtp import MTPOptions
-from tests.support import by_family, documents, gradients, slow_decay, trunk_of
+from tests.support import by_family, documents, gradients, slow_decay, trunk_of, widen
 
 LENGTHS = (37, 1, 2, 3, 64, 5, 23)
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -23,18 +23,8 @@ WEIGHT = 0.3
 
 @pytest.fixture
 def widened(monkeypatch):
-    """In fp64 what transformers computes in fp32 whatever the weights: norms, rotary tables, the
-    router's softmax, the loss.
-    """
-    softmax = F.softmax
-    monkeypatch.setattr(torch.Tensor, "float", lambda self: self.double())
-    monkeypatch.setattr(
-        F,
-        "softmax",
-        lambda x, dim=None, _stacklevel=3, dtype=None: softmax(
-            x, dim=dim, dtype=torch.float64 if dtype is torch.float32 else dtype
-        ),
-    )
+    """In fp64 what transformers computes in fp32 whatever the weights: see `widen`."""
+    widen(monkeypatch)
 
 
 def build(
