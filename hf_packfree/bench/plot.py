@@ -10,10 +10,10 @@ from typing import Any
 
 from hf_packfree.bench.report import BenchReport
 
-BLUE, GREY = "#0072B2", "#999999"
-"""Okabe and Ito's blue for patched, grey for unpatched: different for colour-blind people and in
-print.
-"""
+BLUE = "#0072B2"
+"""Of patched, by Okabe and Ito: not grey for colour-blind people and in print."""
+GREY = "#999999"
+"""Of unpatched."""
 
 
 def draw(report: BenchReport, path: Path) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-BASE, OPTIONAL = "unpatched padded", "unpatched packed"
+BASE = "unpatched padded"
+OPTIONAL = "unpatched packed"
 Progress = Callable[[str, int, int], None]
 """Called with the candidate, and how many of how many steps are done."""
 

@@ -24,7 +24,8 @@ from hf_packfree.ops.tree import gather
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import Tree
 
-PACKED, SHARED = "packed", "tree"
+PACKED = "packed"
+SHARED = "tree"
 _WANTED = (
     "a prompt's tokens and its answers' (512,64,80 or 512,64x16), or a JSON file such as "
     '{"lengths": [512, 64, 80], "parents": [null, 0, 0]}'

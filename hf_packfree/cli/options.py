@@ -13,7 +13,12 @@ from typing import Any, NoReturn
 from hf_packfree._version import __version__
 from hf_packfree.cli.text import width, wrapped
 
-FINE, LEAK, USAGE, BROKEN, STOPPED, UNREAD = 0, 1, 2, 3, 130, 141
+FINE = 0
+LEAK = 1
+USAGE = 2
+BROKEN = 3
+STOPPED = 130
+UNREAD = 141
 EXIT_CODES = f"""exit codes:
   {FINE}  fine
   {LEAK}  documents influence each other, the demo's check failed, or a checkpoint's head is not \

@@ -11,8 +11,12 @@ from torch import Tensor
 from hf_packfree.demo.report import Continuations, Influence
 from hf_packfree.verify import relative_rms
 
-PROMPT, NEW, TRIES = 6, 10, 24
-"""Tokens of the beginning that is continued, and of its continuation; beginnings that are tried.
+PROMPT = 6
+"""Tokens of the beginning that is continued."""
+NEW = 10
+"""Tokens of its continuation."""
+TRIES = 24
+"""Beginnings that are tried.
 
 A neighbour changes the continuations of some beginnings, of short ones more often.
 """

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from hf_packfree.bench.plot import BLUE, GREY, bars
 from hf_packfree.demo.report import LEAKING, LOSS_LIMIT, PACKED, PADDED, DemoReport, Influence
 
-ORANGE, GREEN = "#D55E00", "#009E73"
+ORANGE = "#D55E00"
+GREEN = "#009E73"
 STYLES: dict[str, dict[str, Any]] = {
     PADDED: {"color": GREY, "linestyle": "-", "linewidth": 6, "alpha": 0.45},
     LEAKING: {"color": ORANGE, "linestyle": ":", "linewidth": 1.8},

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_packfree.verify import PackingReport
 
-PADDED, LEAKING, PACKED = "padded", "packed, unpatched", "packed, patched"
+PADDED = "padded"
+LEAKING = "packed, unpatched"
+PACKED = "packed, patched"
 
 LOSS_LIMIT = 1e-4
 """Largest relative loss difference, padded against packed, that counts as fp32 rounding.

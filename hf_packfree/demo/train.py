@@ -21,11 +21,14 @@ from hf_packfree.bench.measure import peak_mib
 from hf_packfree.demo.report import PACKED, PADDED, DemoOptions, Progress, Training
 from hf_packfree.trainer import PackFreeCallback
 
-SHORTEST, LONGEST = 20, 600
-"""Documents in tokens: shorter passages are left out, longer ones cut."""
+SHORTEST = 20
+"""Tokens; shorter passages are left out."""
+LONGEST = 600
+"""Tokens; longer passages are cut."""
 
 VOCABULARY = 1024
-PADDING, END = "<pad>", "<eos>"
+PADDING = "<pad>"
+END = "<eos>"
 
 
 def passages() -> list[str]:

@@ -31,7 +31,8 @@ class Served:
         return asdict(self)
 
 
-_TEXT, _SEEN = "AutoModelForCausalLM", "AutoModelForImageTextToText"
+_TEXT = "AutoModelForCausalLM"
+_SEEN = "AutoModelForImageTextToText"
 _MEDIA = ("text", "images", "videos")
 
 SERVED = (

@@ -13,8 +13,10 @@ from hf_packfree.packing import PackedSequence
 
 STEPS = 16
 """Buckets from one power of two to the next: at most 1/16 of a row is padding."""
-FINEST, FEWEST_DOCUMENTS = 16, 16
-"""Tokens from one bucket to the next, and documents of one, at least."""
+FINEST = 16
+"""Tokens from one bucket to the next, at least."""
+FEWEST_DOCUMENTS = 16
+"""Documents of a bucket, at least."""
 
 
 @dataclass(frozen=True, order=True)

@@ -31,10 +31,10 @@ from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.mrope import is_text
 from hf_packfree.packing.tree_keywords import RECORD
 
-UNREAD, UNPACKED = None, False
-"""Values of `packed_sequence` without a record: the batch was not read yet; it was read and runs
-as upstream runs it.
-"""
+UNREAD = None
+"""The value of `packed_sequence` where the batch was not read yet."""
+UNPACKED = False
+"""Its value where the batch was read, and runs as upstream runs it."""
 _MEDIA = (
     "pixel_values",
     "pixel_values_videos",

@@ -19,7 +19,8 @@ from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.agreement import checksum, digest, refuse_disagreement
 from hf_packfree.versions import VERSIONS
 
-_INPUT, _TARGETS = ("input_ids", "inputs_embeds"), ("shift_labels", "labels")
+_INPUT = ("input_ids", "inputs_embeds")
+_TARGETS = ("shift_labels", "labels")
 
 
 @uncompiled

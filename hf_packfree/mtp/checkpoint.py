@@ -22,7 +22,8 @@ from transformers.utils.hub import cached_file
 from hf_packfree.errors import MissingHead, in_short
 
 PREFIX = "mtp."
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _EXPERTS = re.compile(rf"({re.escape(PREFIX)}.*\.experts)\.(gate_up_proj|down_proj)")
 

@@ -21,8 +21,10 @@ from hf_packfree.packing.record import PackedSequence
 
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default}
-_DETACH, _VIEW = _aten.detach_.default, _aten.view.default
-_CAST, _CLONE = _aten._to_copy.default, _aten.clone.default
+_DETACH = _aten.detach_.default
+_VIEW = _aten.view.default
+_CAST = _aten._to_copy.default
+_CLONE = _aten.clone.default
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from hf_packfree.patching.plan import trunks
 from hf_packfree.versions import VERSIONS
 
 logger = logging.getLogger("hf_packfree")
-_CAPABILITY, _DTYPE, _TORCH = (9, 0), torch.bfloat16, VERSIONS["torch"].batch_invariant or ""
+_CAPABILITY = (9, 0)
+_DTYPE = torch.bfloat16
+_TORCH = VERSIONS["torch"].batch_invariant or ""
 """Where tests/gpu found it bit for bit: kernels and torch's matrix library may choose otherwise
 elsewhere.
 """

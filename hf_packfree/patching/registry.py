@@ -25,7 +25,8 @@ from hf_packfree.patching.unlisted import family_of_patched
 
 _AUDIO = "a short audio depends on the others of the call, before transformers 5.9 on all they hold"
 _TOWER = "one attention call a layer instead of one an image"
-_DELTA_NET, _ATTENTION = ("conv", "delta_rule", "fused"), ("attention", "fused")
+_DELTA_NET = ("conv", "delta_rule", "fused")
+_ATTENTION = ("attention", "fused")
 
 
 def _vision_tower(names: str, cls: str = "Model") -> Tower:

@@ -15,8 +15,10 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.patching import patch_report, register_patches
 
 _TRAINER = "trl.experimental.async_grpo.async_grpo_trainer"
-_LOADS, _GOES_ON = "create_model_from_path", "add_fused_lm_head"
-"""What the constructor calls to load the model, and first after its check of the layers."""
+_LOADS = "create_model_from_path"
+"""What the constructor calls to load the model."""
+_GOES_ON = "add_fused_lm_head"
+"""What it calls first after its check of the layers."""
 
 
 @contextmanager

@@ -26,8 +26,10 @@ from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _TAPS = 4
-# tokens and channels of one program
-_STRIP, _CHANNELS = 256, 512
+# tokens of one program
+_STRIP = 256
+# channels of one program
+_CHANNELS = 512
 _WARPS = {"forward": 2, "backward": 4}
 # of a thread: three programs fit on an SM
 _REGISTERS = {} if torch.version.hip else {"backward": {"maxnreg": 160}}

@@ -31,16 +31,20 @@ from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence
 
-# chunks of a document that is cut, at least; segments of a row, at most, by those that run in
-# parallel: their states are kept
-_SHORTEST, _MOST = 64, 8
-# time that M, B and C of a chunk take, and folding a segment, of that of walking a chunk
-_SUMMARY_COST, _FOLD_COST = 0.4, 0.5
+# chunks of a document that is cut, at least
+_SHORTEST = 64
+# segments of a row, at most, by those that run in parallel: their states are kept
+_MOST = 8
+# time that M, B and C of a chunk take, of that of walking a chunk
+_SUMMARY_COST = 0.4
+# time that folding a segment takes, of that of walking a chunk
+_FOLD_COST = 0.5
 # of segments, how many run one after the other
 _ROUNDS = (0.25, 0.5, 1, 2, 3)
 _GAIN = 0.95
 # of a state, in one program that folds: a step of it is a few microseconds
-_COLUMNS, _WARPS = 32, 8
+_COLUMNS = 32
+_WARPS = 8
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,14 @@ from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing.marks import NORM, PADDED, SPARE_COLUMNS
 
-# in the backward pass: the first at most, the second at least
-_ROWS_PER_PROGRAM, _PROGRAMS = 64, 512
-# rows loaded ahead, and the longest for which shared memory holds three tensors of them
-_PREFETCH, _PREFETCH_BYTES = 2, 8192
+# in the backward pass, at most
+_ROWS_PER_PROGRAM = 64
+# in the backward pass, at least
+_PROGRAMS = 512
+# rows loaded ahead
+_PREFETCH = 2
+# of the longest rows of which shared memory holds three tensors
+_PREFETCH_BYTES = 8192
 
 
 class NormOf(NamedTuple):

@@ -15,8 +15,9 @@ from hf_packfree.ops.launch import launch
 
 # elements of a program
 _BLOCK = 1024
-# of `gradients_at_once`: outputs of a tile at least, programs
-_NARROWEST, _PROGRAMS = 16, 264
+# of `gradients_at_once`: outputs of a tile, at least
+_NARROWEST = 16
+_PROGRAMS = 264
 TILE_RANK = 16
 """Of the tiles of `gradients_at_once`; with a higher rank the partial sums are more to write and
 read than a second reading of d_out.

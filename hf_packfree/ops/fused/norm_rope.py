@@ -16,8 +16,10 @@ from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 
-# in the backward pass: the first at most, the second at least
-_TOKENS_PER_PROGRAM, _PROGRAMS = 4, 4096
+# in the backward pass, at most
+_TOKENS_PER_PROGRAM = 4
+# in the backward pass, at least
+_PROGRAMS = 4096
 
 
 def norm_rope(

@@ -21,11 +21,15 @@ from hf_packfree.ops.loss.softmax import SoftmaxGradient
 _ELEMENTS = {"cuda": 2**30}
 """Logits of a chunk, by device. On a GPU, large chunks write the fp32 sums of the weight's gradient
 less often: 4,096 tokens of a vocabulary of 248,320."""
-_CHUNKS, _ENOUGH = 4, 2048
-"""Few tokens are cut into so many chunks at most, and so few not at all: their logits take no more
-memory than the gradient of a weight of as many columns, which the backward pass makes later."""
-_ELEMENTS_ELSEWHERE, _FEWEST = 2**22, 256
-"""On a CPU a chunk of so few stays in its caches, but matrix products want rows."""
+_CHUNKS = 4
+"""The most chunks that a batch of few tokens is cut into."""
+_ENOUGH = 2048
+"""Tokens of one chunk, at least: below this the logits take less memory than the weight's gradient,
+which the backward pass makes later."""
+_ELEMENTS_ELSEWHERE = 2**22
+"""Logits of a chunk on a CPU, which stay in its caches."""
+_FEWEST = 256
+"""Tokens of a chunk on a CPU, at least: matrix products of fewer rows are slow."""
 _SCALE = {torch.float16: 2.0**10}
 """The factor on gradients of logits in fp16, in which a softmax over a large vocabulary would
 underflow.

@@ -31,8 +31,12 @@ from hf_packfree.ops.kda.torch_chunked.chunks import (
 )
 from hf_packfree.packing import PackedSequence
 
-# tokens of a chunk; on the CPU: heads of a block, chunks x heads of a window
-_CHUNK, _HEADS, _ROWS = 32, 8, 256
+# tokens of a chunk
+_CHUNK = 32
+# on the CPU: heads of a block
+_HEADS = 8
+# on the CPU: chunks x heads of a window
+_ROWS = 256
 
 
 class Trail(NamedTuple):

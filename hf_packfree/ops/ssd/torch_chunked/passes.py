@@ -24,8 +24,11 @@ from hf_packfree.ops.ssd.torch_chunked.gradients import Gradients, gradients
 from hf_packfree.packing import PackedSequence
 
 _CHUNK = 64
-# heads of a block; on the CPU: heads of a block, chunks x heads of a window
-_HEADS, _HEADS_ON_CPU, _ROWS_ON_CPU = 32, 8, 512
+# heads of a block
+_HEADS = 32
+_HEADS_ON_CPU = 8
+# chunks x heads of a window
+_ROWS_ON_CPU = 512
 
 
 class Block(NamedTuple):
