@@ -66,7 +66,7 @@ class InterfaceAttention(Replacement):
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the heads' size, how many queries have, and what their scores need beside a
+        """Return the heads' size, how many queries have, and what their scores need besides a
         scale.
         """
         config = layer.config
@@ -207,7 +207,7 @@ def looks_ahead(trunk: Any) -> bool:
 
 
 def is_more_than_text(module: Any) -> bool:
-    """Whether a module's configuration holds one of a text model beside others."""
+    """Whether a module's configuration holds one of a text model besides others."""
     config = getattr(module, "config", None)
     return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
 

@@ -24,7 +24,7 @@ class PackedKimiDeltaAttention(ConvMixer):
     """Put in front of a family's Kimi Delta Attention: owns the packed branch, leaves everything
     else to upstream.
 
-    Its parts are called as they are, gates and norms in upstream's own formulas; the convolution's
+    Its parts run their own forward, gates and norms in upstream's own formulas; the convolution's
     weights, which some families keep in fp32 whatever the model's dtype, are read.
     """
 

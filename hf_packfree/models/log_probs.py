@@ -31,7 +31,7 @@ class Question:
 
     Attributes:
         temperature: see `linear_log_probs`.
-        wanted: what beside the log-probability.
+        wanted: what besides the log-probability.
         in_fp32: the product is computed in fp32, under autocast, too.
         expected: which gradients will come.
         cap: to which tanh caps the logits, if any does.

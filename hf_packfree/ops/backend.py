@@ -20,7 +20,7 @@ from hf_packfree.versions import VERSIONS
 
 HALF = (torch.bfloat16, torch.float16)
 BATCH_INVARIANT = ", batch-invariant"
-"""Behind a backend's name: as it runs where a document is to get the same bits in every row."""
+"""What a backend's name ends with where a document is to get the same bits in every row."""
 
 
 class Fault(str):

@@ -22,7 +22,7 @@ from hf_packfree.ops.backend import installed
 from hf_packfree.versions import LAUNCHED_TRITON
 
 _ASSUMED = ["tt.divisibility", 16]
-"""What compiled code may assume beside types and integers that are 1; `_read` gives arguments
+"""What compiled code may assume besides types and integers that are 1; `_read` gives arguments
 without it another kind.
 """
 _INT32 = 2**31

@@ -1,4 +1,4 @@
-"""What TileLang's kernels need beside packages, the CUDA compiler, and the settings that switch
+"""What TileLang's kernels need besides packages: the CUDA compiler, and the settings that switch
 them off.
 
 Nothing here needs torch, so that the doctor can read it where torch is broken.

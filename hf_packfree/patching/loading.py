@@ -29,7 +29,7 @@ from hf_packfree.patching.apply import patch, remove_patches
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.mtp import add_while_loading
 from hf_packfree.patching.options import Options
-from hf_packfree.patching.plan import head_swap, heads_left_alone
+from hf_packfree.patching.plan import head_swap, unpatched_heads
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import warn_of_heads, warn_once
 from hf_packfree.patching.steps import ClassSwap, carry_out
@@ -190,7 +190,7 @@ def _swap_around(
         )
         after |= {} if head is None else {module: head}
         carry_out([ClassSwap(name, part, type(part), cls) for part, cls in after.items()], state)
-        warn_of_heads(heads_left_alone(module, family))
+        warn_of_heads(unpatched_heads(module, family))
         if mtp is not None:
             add_while_loading(module, submodule, family, mtp, state)
 

@@ -153,7 +153,7 @@ def _lets_ours_run(module: Any) -> bool:
     return "forward" not in vars(module) or is_fused_head(vars(module)["forward"])
 
 
-def heads_left_alone(model: nn.Module, family: Family) -> dict[str, str]:
+def unpatched_heads(model: nn.Module, family: Family) -> dict[str, str]:
     """Return {class name: what to know} of language models' heads that run a forward of their
     own, of class or instance.
     """

@@ -27,13 +27,13 @@ from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.invariance import MEDIA_ROUND, why_rounding
 from hf_packfree.patching.plan import (
-    heads_left_alone,
     is_bypassed,
     language_heads,
     op_sizes,
     ops_of,
     tower_attention_of,
     trunks,
+    unpatched_heads,
 )
 from hf_packfree.patching.registry import FAMILIES, family_of
 
@@ -198,7 +198,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         cuda_graphs="" if state.cuda_graphs == "never" else state.graphs.in_words(),
         context_parallel=str(state.context_parallel or ""),
         long_documents={} if state.batch_invariant else _long_documents(model, family, runs),
-        left_alone=heads_left_alone(model, family),
+        left_alone=unpatched_heads(model, family),
         called=_called(model, family, state),
         rounding=why_rounding(model, family, runs, a_parameter(model))
         if state.batch_invariant

@@ -20,7 +20,7 @@ class Step(Protocol):
     """One change to a model."""
 
     def carry_out(self, state: PatchState) -> None:
-        """Make the change, and note beside it what undoing needs."""
+        """Make the change, and note what undoing needs."""
 
     def undo(self) -> None:
         """Leave everything as it was before, notes included."""

@@ -22,7 +22,7 @@ from hf_packfree.packing import PackedSequence, uncompiled
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """Segments of similar length, with as many tokens in front of them, as a padded batch.
+    """Segments of similar length, after paths of similar length, as a padded batch.
 
     Attributes:
         queries: int64 [n, L], the row's token for every position; padding repeats the last one.

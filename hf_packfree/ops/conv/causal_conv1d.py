@@ -14,7 +14,7 @@ _OLDEST = (7, 5)
 """Of the GPUs that its setup.py compiles for."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH = 8
-"""With `seq_idx` it reads channels in groups of so many."""
+"""Channels are a multiple of this: with `seq_idx` it reads them in groups."""
 
 
 def unusable(target: Target) -> str | None:

@@ -36,7 +36,7 @@ _REGISTERS = {} if torch.version.hip else {"backward": {"maxnreg": 160}}
 
 
 class Heads(NamedTuple):
-    """Channels from `first` on that one launch works on: `keys` heads of q, as many of k,
+    """Channels from `first` on that one launch works on: `keys` heads each of q and k,
     `values` of v, all of `size`.
     """
 
@@ -56,8 +56,8 @@ class Heads(NamedTuple):
         return (2 * self.keys + self.values) * self.size
 
 
-class Job(NamedTuple):
-    """What a call computes.
+class ConvOptions(NamedTuple):
+    """What a convolution computes, and in which launches.
 
     Attributes:
         launches: one where all heads have the same size.
@@ -84,8 +84,8 @@ def causal_conv1d(
     """See `hf_packfree.ops.conv.causal_conv1d`."""
     # no norm: any cut will do
     size = math.gcd(x.shape[2], 128)
-    job = Job((Heads(0, 0, x.shape[2] // size, size),), silu, None)
-    (out,) = _apply(x, weight, packed, bias, job)
+    options = ConvOptions((Heads(0, 0, x.shape[2] // size, size),), silu, None)
+    (out,) = _apply(x, weight, packed, bias, options)
     return out.view(x.shape)
 
 
@@ -105,7 +105,7 @@ def qkv_conv(
     launches: tuple[Heads, ...] = (Heads(0, keys, values, key_size),)
     if key_size != value_size:
         launches = Heads(0, keys, 0, key_size), Heads(2 * keys * key_size, 0, values, value_size)
-    return _apply(x, weight, packed, bias, Job(launches, silu, eps))  # type: ignore[return-value]
+    return _apply(x, weight, packed, bias, ConvOptions(launches, silu, eps))  # type: ignore[return-value]
 
 
 class Plan(NamedTuple):
@@ -130,23 +130,28 @@ def plan_masks(packed: PackedSequence) -> Plan:
 
 
 def _apply(
-    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, job: Job
+    x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, options: ConvOptions
 ) -> tuple[Tensor, ...]:
-    return _Convolution.apply(x, weight, bias, job, *packed.cached(plan_masks))  # type: ignore[no-any-return]
+    return _Convolution.apply(x, weight, bias, options, *packed.cached(plan_masks))  # type: ignore[no-any-return]
 
 
 class _Convolution(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, job: Job, *plan: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: ConvOptions,
+        *plan: Tensor,
     ) -> tuple[Tensor, ...]:
         from hf_packfree.ops.conv.triton_kernels import conv
 
         x = x if x.stride(2) == 1 else x.contiguous()
         ctx.save_for_backward(x, weight, bias, *plan)
-        ctx.job, tokens = job, x.shape[1]
+        ctx.options, tokens = options, x.shape[1]
         outs: list[Tensor] = []
-        for heads in job.launches:
+        for heads in options.launches:
             tensors = [x.new_empty(1, tokens, count, heads.size) for count in heads.counts]
             launch(
                 conv,
@@ -160,8 +165,8 @@ class _Convolution(Function):
                 heads.keys,
                 heads.values,
                 heads.size,
-                job.eps or 0.0,
-                **_blocks(weight, bias, job, heads, "forward"),
+                options.eps or 0.0,
+                **_blocks(weight, bias, options, heads, "forward"),
             )
             outs += tensors
         return tuple(outs)
@@ -176,7 +181,7 @@ class _Convolution(Function):
         d_weights, d_biases, tokens = [], [], x.shape[1]
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         left = [d_out.contiguous() for d_out in d_outs]
-        for heads in ctx.job.launches:
+        for heads in ctx.options.launches:
             tensors = [left.pop(0) for _ in heads.counts]
             grid = _grid(tokens, heads)
             of_strips = grid[0], heads.channels
@@ -202,8 +207,8 @@ class _Convolution(Function):
                 heads.keys,
                 heads.values,
                 heads.size,
-                ctx.job.eps or 0.0,
-                **_blocks(weight, bias, ctx.job, heads, "backward"),
+                ctx.options.eps or 0.0,
+                **_blocks(weight, bias, ctx.options, heads, "backward"),
             )
             d_weights.append(d_weight)
             d_biases.append(d_bias)
@@ -257,14 +262,14 @@ def _block(heads: Heads) -> int:
 
 
 def _blocks(
-    weight: Tensor, bias: Tensor | None, job: Job, heads: Heads, direction: str
+    weight: Tensor, bias: Tensor | None, options: ConvOptions, heads: Heads, direction: str
 ) -> dict[str, Any]:
     """What a program is compiled for."""
     return {
         "TAPS": weight.shape[-1],
         "BIAS": bias is not None,
-        "SILU": job.silu,
-        "QK_L2NORM": job.eps is not None,
+        "SILU": options.silu,
+        "QK_L2NORM": options.eps is not None,
         "STRIP": _STRIP,
         "BLOCK_H": _block(heads),
         "BLOCK_D": block_width(heads.size),

@@ -86,12 +86,12 @@ class Segments:
         )
         return cls(record, first, last, table, chunks)
 
-    def continued(self, before: bool, behind: bool) -> Segments:
+    def continued(self, before: bool, after: bool) -> Segments:
         """Return them where the row's first document began before it, and its last one goes on
-        behind it.
+        after it.
         """
         table, sizes = self.chunks_cpu.clone(), -(-self.record.cu_seqlens_cpu.diff() // CHUNK)
-        table[0, -1] = sizes[-1] if behind else 0
+        table[0, -1] = sizes[-1] if after else 0
         table[1, 0] = sizes[0] if before else 0
         return replace(
             self, chunks=table.to(self.chunks.device, non_blocking=True), chunks_cpu=table

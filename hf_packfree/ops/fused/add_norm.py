@@ -265,7 +265,7 @@ def _of_sum(x: Tensor, branch: Tensor | None) -> torch.dtype:
 
 
 def _with_spare_columns(total: Tensor, spare: int) -> Tensor:
-    """Return an empty gradient of the total, with so many spare columns, noted on it."""
+    """Return an empty gradient of the total, with that many spare columns, marked with them."""
     if not spare:
         return torch.empty_like(total)
     padded = total.new_empty(*total.shape[:-1], total.shape[-1] + spare)

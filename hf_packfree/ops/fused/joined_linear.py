@@ -63,7 +63,7 @@ class JoinedSpec:
         return len(self.computed) + (2 * self.groups[-1].adapters.stop if self.groups else 0)
 
     def spare_columns(self, x: Tensor) -> int:
-        """Return how many spare columns behind rows like x's [..., D] make room for h."""
+        """Return how many spare columns after rows like x's [..., D] hold h."""
         pairs = [(group.products, group.rank * len(group.layers)) for group in self.groups]
         return spare_columns(x, x.dtype, pairs)
 

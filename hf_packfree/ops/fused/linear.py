@@ -58,7 +58,7 @@ def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
 
 
 def pad_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight^T from a product of `_MIN_ROWS` rows, zeros behind x's own; without a
+    """Return x weight^T from a product of `_MIN_ROWS` rows, zeros after x's own; without a
     history.
     """
     flat = rows_of(x)

@@ -147,7 +147,7 @@ def linear_log_probs(
         bias: [V].
         temperature: above 0; a number, or a tensor that broadcasts to the targets' shape ([B, 1]
             for one per row); without gradient.
-        wanted: what to return beside.
+        wanted: what to return besides the log-probability.
         expected: which gradients will come; None: of all that is returned, not uniform.
         dtype: that of the product, x's by default: weight and bias are rounded to it, and their
             gradients are fp32 before they are rounded to their own.
@@ -190,7 +190,7 @@ def _inverse(temperature: float | Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What the operation is called with beside its differentiable inputs; inverse is [T]."""
+    """What the operation is called with besides its differentiable inputs; inverse is [T]."""
 
     targets: Targets
     inverse: Tensor

@@ -1,4 +1,4 @@
-"""What is asked of a chunk of logits beside their loss, and the gradient that answers it: in
+"""What is asked of a chunk of logits besides their loss, and the gradient that answers it: in
 PyTorch, and in Triton over the logits themselves.
 
 Of a token's logits x and its temperature T: z = x / T, p = softmax(z), log p of the target, the
@@ -24,7 +24,7 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which statistics are computed beside log p of the target.
+    """Which statistics are computed besides log p of the target.
 
     Attributes:
         entropy: in nats.

@@ -75,7 +75,7 @@ class States(NamedTuple):
         return space.like(name, mine).copy_(mine)
 
     def empty(self) -> Tensor:
-        """Return memory for as many."""
+        """Return memory for the states of the same documents."""
         return torch.empty_like(self.given)
 
     def put(self, rows: Tensor, block: Block, found: Tensor) -> None:
@@ -85,7 +85,7 @@ class States(NamedTuple):
         )
 
 
-class Local(NamedTuple):
+class WindowChunks(NamedTuple):
     """What the chunks of one window need before any state is known, values apart."""
 
     keys: Units
@@ -93,14 +93,14 @@ class Local(NamedTuple):
     solve: Tensor
 
 
-class Trail(NamedTuple):
+class ChunkStates(NamedTuple):
     """What the backward pass keeps of a block: the state before every chunk, the new values, and
     each window's part.
     """
 
     states: Tensor
     new: Tensor
-    local: list[Local]
+    local: list[WindowChunks]
 
 
 class Source:
@@ -129,7 +129,7 @@ class Source:
         dtype = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
         self.space = scratch_for(packed, inputs[0].device, dtype)
 
-    def local(self, block: Block, window: Window, tag: str = "") -> Local:
+    def local(self, block: Block, window: Window, tag: str = "") -> WindowChunks:
         """Prepare keys, decays and triangular systems; `tag` names buffers, written anew where
         it comes again.
         """
@@ -143,7 +143,7 @@ class Source:
             for x, name in gates_of
         )
         gates = make_gates(g, beta, space, tag)
-        return Local(keys, gates, make_solve(keys, gates, space, tag))
+        return WindowChunks(keys, gates, make_solve(keys, gates, space, tag))
 
     def queries(self, keys: Units, block: Block, window: Window) -> Units:
         """Prepare the queries."""
@@ -222,13 +222,15 @@ def backward_pass(
     source = Source(inputs, size, packed, qk_l2norm, initial_state is not None)
     blocks, windows = _plan(inputs, packed)
     states, ends = (_states(x, windows, packed) for x in (initial_state, d_final))
-    trace = Trace(source, TokenReader(d_out), tuple(TokenWriter(x) for x in inputs), states, ends)
+    tensors = BackwardTensors(
+        source, TokenReader(d_out), tuple(TokenWriter(x) for x in inputs), states, ends
+    )
     d_initial = None if states is None else states.empty()
     for block in blocks:
-        d_state = _reverse(trace, block, windows, _retrace(source, block, windows, states))
+        d_state = _reverse(tensors, block, windows, _retrace(source, block, windows, states))
         if states is not None and d_initial is not None:
             states.put(d_state, block, d_initial)
-    return *(x.result() for x in trace.writers), d_initial
+    return *(x.result() for x in tensors.writers), d_initial
 
 
 def _states(
@@ -241,31 +243,31 @@ def _states(
 
 def _retrace(
     source: Source, block: Block, windows: Sequence[Window], given: States | None
-) -> Trail:
+) -> ChunkStates:
     """Run the forward scan once more, and keep its states, and what else no state goes into."""
     space, key_size, value_size = source.space, source.k.table.shape[1], source.v.table.shape[1]
     rows, chunk = (
         (windows[-1].first + windows[-1].num_chunks) * block.size,
         windows[0].tokens.shape[-1],
     )
-    trail = Trail(
+    chunk_states = ChunkStates(
         space("states", rows, key_size, value_size), space("new", rows, chunk, value_size), []
     )
     if given is not None:
         opening = given.rows(block, "state", space)
-        trail.states[: len(opening)].copy_(opening)
+        chunk_states.states[: len(opening)].copy_(opening)
     for window in windows:
         local = source.local(block, window, f" {window.first}")
-        trail.local.append(local)
+        chunk_states.local.append(local)
         values = source.values(local.gates, block, window)
         here = window.rows(block.size)
-        states, new = trail.states[here.start :], trail.new[here]
+        states, new = chunk_states.states[here.start :], chunk_states.new[here]
         steps = window.steps if given is None else window.steps_with_states(final=False)
         scan_states(make_update(*local, space), values, steps, block.size, states, new)
-    return trail
+    return chunk_states
 
 
-class Trace(NamedTuple):
+class BackwardTensors(NamedTuple):
     """What the backward pass reads and writes: inputs, the gradient of the output, those of the
     inputs, and states.
     """
@@ -277,28 +279,30 @@ class Trace(NamedTuple):
     ends: States | None
 
 
-def _reverse(trace: Trace, block: Block, windows: Sequence[Window], trail: Trail) -> Tensor:
+def _reverse(
+    tensors: BackwardTensors, block: Block, windows: Sequence[Window], chunk_states: ChunkStates
+) -> Tensor:
     """Run the gradient from the last window to the first; return that of the state before it, [N
     x heads, K, V].
     """
-    source, (d_q, d_k, *d_values) = trace.source, trace.writers
+    source, (d_q, d_k, *d_values) = tensors.source, tensors.writers
     space = source.space
-    first = trail.states[: windows[0].steps[0].docs * block.size]
+    first = chunk_states.states[: windows[0].steps[0].docs * block.size]
     product = space.like("product", first)
     d_state = (
         space.like("d_state", first).zero_()
-        if trace.ends is None
-        else trace.ends.rows(block, "d_state", space)
+        if tensors.ends is None
+        else tensors.ends.rows(block, "d_state", space)
     )
-    for window, local in zip(reversed(windows), reversed(trail.local), strict=True):
+    for window, local in zip(reversed(windows), reversed(chunk_states.local), strict=True):
         here = window.rows(block.size)
         keys, gates, _ = local
         queries = source.queries(keys, block, window)
         update, output = make_update(*local, space), make_output(queries, gates, space)
-        states, new = trail.states[here], trail.new[here]
-        d_out = trace.d_source.read(block.values, window, "out", space, zero_padding=True)
+        states, new = chunk_states.states[here], chunk_states.new[here]
+        d_out = tensors.d_source.read(block.values, window, "out", space, zero_padding=True)
         z = space.like("z", new)
-        steps = window.steps if trace.states is None else window.steps_with_states(final=True)
+        steps = window.steps if tensors.states is None else window.steps_with_states(final=True)
         kept = scan_gradients(
             update, output, steps, block.size, states, new, d_out, d_state, z, product
         )

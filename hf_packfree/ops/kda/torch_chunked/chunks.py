@@ -57,7 +57,7 @@ class Gates(NamedTuple):
     rest: Tensor
 
 
-class Local(NamedTuple):
+class WindowChunks(NamedTuple):
     """All of a window's chunks but queries and values.
 
     Attributes:
@@ -94,7 +94,7 @@ def make_gates(g: Tensor, beta: Tensor, space: Scratch, tag: str) -> Gates:
     return Gates(g, beta, decay, rest.exp_())
 
 
-def make_local(q: Unit, k: Unit, gates: Gates, space: Scratch, tag: str) -> Local:
+def make_local(q: Unit, k: Unit, gates: Gates, space: Scratch, tag: str) -> WindowChunks:
     """Multiply keys and queries out and invert the triangular system; `tag` names the buffers."""
     rows, chunk, _ = k.x.shape
     products, attend, solve = (
@@ -103,10 +103,10 @@ def make_local(q: Unit, k: Unit, gates: Gates, space: Scratch, tag: str) -> Loca
     decayed_products(gates.g, k.x, (k.x, q.x), (products, attend), space)
     attend.diagonal(dim1=1, dim2=2).copy_((q.x * k.x).sum(-1))
     strengths = torch.mul(products, gates.beta, out=space.like("temporary", products))
-    return Local(k, gates, products, attend, unit_lower_inverse(strengths, out=solve))
+    return WindowChunks(k, gates, products, attend, unit_lower_inverse(strengths, out=solve))
 
 
-def make_update(local: Local, space: Scratch) -> Update:
+def make_update(local: WindowChunks, space: Scratch) -> Update:
     """Multiply the gates into the keys."""
     k, gates = local.k.x, local.gates
     read = torch.mul(k, gates.decay, out=space.like("k_read", k)).mul_(-gates.beta)
@@ -114,14 +114,14 @@ def make_update(local: Local, space: Scratch) -> Update:
     return Update(read, write, local.solve, gates.decay[:, -1, :, None].contiguous())
 
 
-def make_output(q: Unit, local: Local, space: Scratch) -> Output:
+def make_output(q: Unit, local: WindowChunks, space: Scratch) -> Output:
     """Multiply the decays into the queries."""
     return Output(torch.mul(q.x, local.gates.decay, out=space.like("q_read", q.x)), local.attend)
 
 
 def finish(
     q: Unit,
-    local: Local,
+    local: WindowChunks,
     update: Update,
     output: Output,
     new: Tensor,

@@ -20,8 +20,8 @@ from hf_packfree.ops.chunked.layout import TokenReader, TokenWriter, Window, pla
 from hf_packfree.ops.chunked.scan import scan_gradients, scan_outputs, scan_states
 from hf_packfree.ops.chunked.scratch import scratch_for
 from hf_packfree.ops.kda.torch_chunked.chunks import (
-    Local,
     Unit,
+    WindowChunks,
     finish,
     make_gates,
     make_local,
@@ -39,14 +39,14 @@ _HEADS = 8
 _ROWS = 256
 
 
-class Trail(NamedTuple):
+class ChunkStates(NamedTuple):
     """What the backward pass keeps of a block: the state before every chunk, the new values, and
     each window's part.
     """
 
     states: Tensor
     new: Tensor
-    local: list[Local]
+    local: list[WindowChunks]
 
 
 class Source:
@@ -72,7 +72,7 @@ class Source:
         q = self.q.read(heads, window, "q", self.space)
         return make_unit(q, self.size**-0.5, self.qk_l2norm, self.space)
 
-    def local(self, q: Unit, heads: slice, window: Window, tag: str = "") -> Local:
+    def local(self, q: Unit, heads: slice, window: Window, tag: str = "") -> WindowChunks:
         """Prepare keys, decays, products and triangular systems; `tag` names buffers, written
         anew where it comes again.
         """
@@ -83,7 +83,7 @@ class Source:
         unit = make_unit(k, 1.0, self.qk_l2norm, self.space)
         return make_local(q, unit, make_gates(g, beta, self.space, tag), self.space, tag)
 
-    def values(self, local: Local, heads: slice, window: Window) -> Tensor:
+    def values(self, local: WindowChunks, heads: slice, window: Window) -> Tensor:
         """Return beta v, for the scan to overwrite."""
         return self.v.read(heads, window, "v", self.space).mul_(local.gates.beta)
 
@@ -123,26 +123,26 @@ def backward_pass(
     writers = tuple(TokenWriter(x) for x in inputs)
     blocks, windows = _plan(inputs, packed)
     for heads in blocks:
-        trail = _retrace(source, heads, windows)
-        _reverse(source, d_source, writers, heads, windows, trail)
+        chunk_states = _retrace(source, heads, windows)
+        _reverse(source, d_source, writers, heads, windows, chunk_states)
     return tuple(writer.result() for writer in writers)
 
 
-def _retrace(source: Source, heads: slice, windows: Sequence[Window]) -> Trail:
+def _retrace(source: Source, heads: slice, windows: Sequence[Window]) -> ChunkStates:
     """Run the forward scan once more, and keep its states, and what else no state goes into."""
     space, count, chunk = source.space, heads.stop - heads.start, windows[0].tokens.shape[-1]
     key_size, value_size = source.k.table.shape[1], source.v.table.shape[1]
     rows = (windows[-1].first + windows[-1].num_chunks) * count
     states, new = space("states", rows, key_size, value_size), space("new", rows, chunk, value_size)
-    trail = Trail(states, new, [])
+    chunk_states = ChunkStates(states, new, [])
     for window in windows:
         q = source.queries(heads, window)
         local = source.local(q, heads, window, f" {window.first}")
-        trail.local.append(local)
+        chunk_states.local.append(local)
         values, here = source.values(local, heads, window), window.rows(count)
         update = make_update(local, space)
         scan_states(update, values, window.steps, count, states[here.start :], new[here])
-    return trail
+    return chunk_states
 
 
 def _reverse(
@@ -151,16 +151,16 @@ def _reverse(
     writers: Sequence[TokenWriter],
     heads: slice,
     windows: Sequence[Window],
-    trail: Trail,
+    chunk_states: ChunkStates,
 ) -> None:
     """Run the gradient from the last window to the first, and write it."""
     space, count = source.space, heads.stop - heads.start
-    first = trail.states[: windows[0].steps[0].docs * count]
+    first = chunk_states.states[: windows[0].steps[0].docs * count]
     product, d_state = space.like("product", first), space.like("d_state", first).zero_()
-    for window, local in zip(reversed(windows), reversed(trail.local), strict=True):
+    for window, local in zip(reversed(windows), reversed(chunk_states.local), strict=True):
         here, q = window.rows(count), source.queries(heads, window)
         update, output = make_update(local, space), make_output(q, local, space)
-        states, new = trail.states[here], trail.new[here]
+        states, new = chunk_states.states[here], chunk_states.new[here]
         d_out = d_source.read(heads, window, "out", space, zero_padding=True)
         z = space.like("z", new)
         kept = scan_gradients(
