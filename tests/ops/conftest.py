@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hf_packfree.ops.loss import chunks
+
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -15,3 +17,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(getattr(request, "param", 1))
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of logits has 32 tokens of 50 words."""
+    monkeypatch.setattr(chunks, "_ELEMENTS_ELSEWHERE", 32 * 50)
+    monkeypatch.setattr(chunks, "_FEWEST", 1)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,13 +21,12 @@ from hf_packfree.ops.chunked.solve import unit_lower_inverse
 from hf_packfree.ops.delta_rule import gated_delta_rule, recurrent_gated_delta_rule
 from hf_packfree.ops.delta_rule.torch_chunked import passes
 from hf_packfree.packing import PackedSequence
+from tests.ops.recurrences import assert_close, run
 
-NAMES = ("out", "q", "k", "v", "g", "beta")
 ALL_LENGTHS = [1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200, 513]
 MIXES = [ALL_LENGTHS, ALL_LENGTHS[::-1], [64, 1, 513, 5, 130], [128, 64], [200], [1, 1, 1]]
 # relative RMS; measured: at most 1e-14 and 8e-7
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
-Rule = Callable[..., Tensor]
 
 
 def make_inputs(
@@ -52,27 +50,6 @@ def make_inputs(
         for _ in range(2)
     )
     return [q, k, v, -decay * g, beta]
-
-
-def run(rule: Rule, inputs: list[Tensor], lengths: list[int]) -> list[Tensor]:
-    """Values and the gradients of all inputs, under a fixed random gradient of the output."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = rule(*leaves, PackedSequence.from_lengths(lengths))
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
-
-
-def assert_close(
-    found: list[Tensor], wanted: list[Tensor], tolerance: float, floor: float = 1e-30
-) -> None:
-    """Error RMS of each, relative to what is wanted or to `floor` if that is more; written so
-    that NaN fails.
-    """
-    for name, x, y in zip(NAMES, found, wanted, strict=True):
-        scale = y.double().square().mean().sqrt().clamp_min(floor)
-        error = float((x.double() - y.double()).square().mean().sqrt() / scale)
-        assert error <= tolerance, f"{name}: relative RMS {error:.1e}, allowed {tolerance:.0e}"
 
 
 both_threads = pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from hf_packfree.ops.chunked.scratch import scratch_for
 from hf_packfree.ops.kda import fla, kda, recurrent_kda
 from hf_packfree.ops.kda.torch_chunked import passes
 from hf_packfree.packing import PackedSequence
+from tests.ops.recurrences import NAMES, assert_close, run
 
-NAMES = ("out", "q", "k", "v", "g", "beta")
 # every chunk edge, and windows of several time steps
 EDGES = [1, 300, 2, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 255, 256, 257, 5, 1]
 # relative RMS; measured: at most 2e-15 and 6e-7
@@ -41,29 +41,6 @@ def make_inputs(
     )
     shift, factor = DECAYS[decay]
     return [q, k, v, -factor * F.softplus(g + shift), beta[..., 0].sigmoid()]
-
-
-def run(
-    rule: Callable[..., Tensor], inputs: list[Tensor], lengths: list[int], **options: object
-) -> list[Tensor]:
-    """Values and the gradients of all inputs, under a fixed random gradient of the output."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = rule(*leaves, PackedSequence.from_lengths(lengths), **options)
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
-
-
-def assert_close(
-    found: list[Tensor], wanted: list[Tensor], tolerance: float, floor: float = 1e-30
-) -> None:
-    """Error RMS of each, relative to what is wanted or to `floor` if that is more; written so
-    that NaN fails.
-    """
-    for name, x, y in zip(NAMES, found, wanted, strict=True):
-        scale = y.double().square().mean().sqrt().clamp_min(floor)
-        error = float((x.double() - y.double()).square().mean().sqrt() / scale)
-        assert error <= tolerance, f"{name}: relative RMS {error:.1e}, allowed {tolerance:.0e}"
 
 
 @pytest.mark.parametrize("decay", DECAYS)

@@ -11,20 +11,15 @@ import pytest
 import torch
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedInput
-from hf_packfree.ops.loss import Expected, Wanted, chunks, linear_log_probs, log_probs
+from hf_packfree.ops.loss import Expected, Wanted, linear_log_probs, log_probs
 from tests.support import relative_rms
 
 ROWS, LENGTH, SIZE, WORDS = 3, 30, 16, 50
 IGNORED = -7
+pytestmark = pytest.mark.usefixtures("small_chunks")
 EVERYTHING = Wanted(entropy=True, top1=True, moments=True)
 PER_ROW = torch.tensor([[0.5], [1.0], [1.7]])
 PER_TOKEN = torch.linspace(0.5, 1.7, ROWS * LENGTH).view(ROWS, LENGTH)
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "_ELEMENTS_ELSEWHERE", 32 * WORDS)
-    monkeypatch.setattr(chunks, "_FEWEST", 1)
 
 
 def leaves(dtype=torch.float32, bias=True):

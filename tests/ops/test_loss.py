@@ -16,12 +16,7 @@ from tests.support import relative_rms
 
 TOKENS, SIZE, WORDS = 90, 16, 50
 IGNORED = -7
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "_ELEMENTS_ELSEWHERE", 32 * WORDS)
-    monkeypatch.setattr(chunks, "_FEWEST", 1)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def leaves(dtype=torch.float32, bias=False):

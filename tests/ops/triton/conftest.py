@@ -81,3 +81,9 @@ def launched(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         found = import_module(module)
         monkeypatch.setattr(found, name, Recorded(name, getattr(found, name), names))
     return names
+
+
+@pytest.fixture
+def short_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The convolution's programs have 16 tokens: the interpreter takes every strip to its end."""
+    monkeypatch.setattr(import_module("hf_packfree.ops.conv.triton_native"), "_STRIP", 16)

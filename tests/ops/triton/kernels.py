@@ -1,13 +1,16 @@
-"""Which Triton kernels there are, and a record of those that a test launches."""
+"""Which Triton kernels there are, models that run them here, and a record of launches."""
 
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hf_packfree
+from hf_packfree import apply_patches
+from hf_packfree.models.state import Kernels
 
 HOUSE = Path(hf_packfree.__file__).parent
 
@@ -47,3 +50,11 @@ class Recorded:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
+
+
+def on_kernels(model: Any, **kernels: str) -> Any:
+    """Patch a model so that these {op: backend} run on this machine's CPU."""
+    for module in apply_patches(model).modules():
+        if "packfree" in vars(module):
+            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=Kernels(kernels))
+    return model

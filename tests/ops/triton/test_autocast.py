@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from hf_packfree import apply_patches
-from hf_packfree.models.state import Kernels
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
+from tests.ops.triton.kernels import on_kernels
 from tests.support import leak_in_the_convolution, random_weights, relative_rms, run, tiny
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 LENGTHS = (9, 1, 12, 2)
 BATCH = row_batch("positions", (3, 1, 5, 2))
-FUSED = Kernels(fused="triton")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -83,13 +80,6 @@ MODELS = {
 }
 
 
-def on_kernels(model):
-    for module in apply_patches(model).modules():
-        if "packfree" in vars(module):
-            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=FUSED)
-    return model
-
-
 def text_model(model):
     return (model.base_model.model if hasattr(model, "peft_config") else model).model
 
@@ -130,7 +120,7 @@ def ratios_to_stock(kind, weights, dtype, index):
     Gradients of a number per head are left out: the errors of so few elements scatter.
     """
     stock = MODELS[kind](tiny().to(weights))
-    exact, ours = copy.deepcopy(stock).double(), on_kernels(copy.deepcopy(stock))
+    exact, ours = copy.deepcopy(stock).double(), on_kernels(copy.deepcopy(stock), fused="triton")
     generator = torch.Generator().manual_seed(index)
     width = text_model(stock).config.hidden_size
     x, d_out = torch.randn(2, 1, sum(LENGTHS), width, generator=generator).to(weights)
@@ -183,7 +173,7 @@ def test_rounding_that_is_coarser_is_seen():
 def test_no_layer_is_called_and_documents_do_not_touch(
     kind, weights, checkpointing, called, launched
 ):
-    model = on_kernels(MODELS[kind](tiny().to(weights)))
+    model = on_kernels(MODELS[kind](tiny().to(weights)), fused="triton")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     called.clear()
@@ -196,7 +186,7 @@ def test_no_layer_is_called_and_documents_do_not_touch(
 
 def test_a_leak_would_be_seen(monkeypatch):
     leak_in_the_convolution(monkeypatch)
-    model = on_kernels(tiny())
+    model = on_kernels(tiny(), fused="triton")
     assert influences(model, trained(model)[0])[1]
 
 
@@ -217,7 +207,7 @@ def influences(model, parts):
 
 @pytest.mark.slow
 def test_a_gradient_scaler_in_fp16_scales_what_is_small_and_skips_what_overflows():
-    model = on_kernels(tiny())
+    model = on_kernels(tiny(), fused="triton")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     weight = model.model.layers[0].mlp.up_proj.weight
 

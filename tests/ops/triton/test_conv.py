@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hf_packfree.ops.conv import causal_conv1d, qkv_conv, triton_native
+from hf_packfree.ops.conv import causal_conv1d, qkv_conv
 from hf_packfree.packing import PackedSequence
 from tests.ops.triton.compare import DOCUMENTS, assert_matches, random, run
 
 KERNELS = {"conv", "conv_backward"}
 KEYS, VALUES, SIZE = 1, 2, 16
-
-
-@pytest.fixture(autouse=True)
-def short_strips(monkeypatch):
-    """The interpreter takes every strip to its end."""
-    monkeypatch.setattr(triton_native, "_STRIP", 16)
+pytestmark = pytest.mark.usefixtures("short_strips")
 
 
 def qkv_of(packed, value_size=SIZE, qk_l2norm=True):

@@ -4,25 +4,21 @@ unpatched, on PEFT's own.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from hf_packfree import apply_patches
-from hf_packfree.models.state import Kernels
 from hf_packfree.ops import conv_delta_rule
 from hf_packfree.ops.fused import joined_linear
 from hf_packfree.ops.fused.weights import Weights
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
 from tests.integrations.test_peft import quantised
+from tests.ops.triton.kernels import on_kernels
 from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, run, run_alone, tiny
 
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
 
 BATCH = row_batch("positions", (5, 1, 8, 2))
-FUSED = Kernels(fused="triton")
 
 
 @pytest.fixture
@@ -58,13 +54,6 @@ def lora(model, **options):
     return model
 
 
-def on_kernels(model):
-    for module in apply_patches(model).modules():
-        if "packfree" in vars(module):
-            vars(module)["packfree"] = replace(vars(module)["packfree"], elsewhere=FUSED)
-    return model
-
-
 def assert_exact(model, reference):
     weights = random_weights(BATCH, 128)
     logits, grads = errors(run(model, BATCH, weights), run_alone(reference, BATCH, weights))
@@ -77,7 +66,7 @@ def assert_exact(model, reference):
 def test_exact_and_no_layer_is_called(family, options, called, launched, monkeypatch):
     made, gradients = [], Weights.gradients
     monkeypatch.setattr(Weights, "gradients", lambda *args: made.append(1) or gradients(*args))
-    model = on_kernels(lora(tiny(family), **options))
+    model = on_kernels(lora(tiny(family), **options), fused="triton")
     run(model, BATCH, random_weights(BATCH, 128))
     assert "swiglu_backward" in launched or family == "qwen3_next"
     assert "sum_partials" not in launched and bool(made) == bool(options), (
@@ -101,7 +90,7 @@ def test_nothing_that_adapters_read_is_copied(options, monkeypatch):
         return found
 
     monkeypatch.setattr(joined_linear, "_append_h", watched)
-    model = on_kernels(lora(tiny(), **options))
+    model = on_kernels(lora(tiny(), **options), fused="triton")
     logits, count = model(**BATCH.inputs).logits, len(model.get_base_model().model.layers)
     assert in_place == [True] * 4 * count
     logits.sum().backward()
@@ -122,9 +111,9 @@ def kept_beside_parameters(model):
         return x
 
     trunk = (
-        on_kernels(model).get_base_model().model
+        on_kernels(model, fused="triton").get_base_model().model
         if hasattr(model, "peft_config")
-        else on_kernels(model).model
+        else on_kernels(model, fused="triton").model
     )
     x = trunk.embed_tokens(BATCH.inputs["input_ids"]).detach().requires_grad_()
     with (
@@ -168,7 +157,7 @@ def kept_with_adapters(targets):
 @needs("bitsandbytes")
 def test_bases_in_4_bits_are_made_whole_in_the_fused_layers(tmp_path):
     tiny().save_pretrained(tmp_path)
-    model = on_kernels(lora(quantised(tmp_path)))
+    model = on_kernels(lora(quantised(tmp_path)), fused="triton")
     with pytest.MonkeyPatch.context() as patch:
         from bitsandbytes.nn import Linear4bit
 

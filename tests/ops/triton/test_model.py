@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from hf_packfree import apply_patches
 from hf_packfree.models import recompute
-from hf_packfree.models.state import Kernels
-from hf_packfree.ops.conv import triton_native
-from tests.ops.triton.kernels import all_kernels
+from tests.ops.triton.kernels import all_kernels, on_kernels
 from tests.support import GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
 
 LENGTHS = [5, 1, 8, 2]
 TRITON = {"conv": "triton", "attention": "triton", "fused": "triton"}
-
-
-@pytest.fixture(autouse=True)
-def short_strips(monkeypatch):
-    """The interpreter takes every strip to its end."""
-    monkeypatch.setattr(triton_native, "_STRIP", 16)
+pytestmark = pytest.mark.usefixtures("short_strips")
 
 
 @pytest.fixture
@@ -42,12 +32,8 @@ def step(hooked=False, **kernels):
     """Logits and gradients of a packed row; where `hooked`, somebody watches the projections
     behind norm and gate.
     """
-    model = apply_patches(tiny())
+    model = on_kernels(tiny(), **kernels)
     for name, module in model.named_modules():
-        if "packfree" in vars(module):
-            vars(module)["packfree"] = replace(
-                vars(module)["packfree"], elsewhere=Kernels(**kernels)
-            )
         if hooked and name.endswith(("out_proj", "o_proj")):
             module.register_forward_hook(lambda *_: None)
     ids, positions = (
