@@ -218,7 +218,7 @@ def _can_wait() -> bool:
 
 
 def _goes_on_from_padding(arguments: dict[str, Any]) -> bool:
-    """Whether one logit per row is wanted, and some row's is padding's: generation from
+    """True if the caller wants only the last logit and some row ends in padding: generation from
     right-padded prompts.
     """
     mask, kept = arguments.get("attention_mask"), arguments.get("logits_to_keep")

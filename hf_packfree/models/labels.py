@@ -185,7 +185,7 @@ def _predicts_nothing(packed: PackedSequence) -> Tensor:
     ends = F.pad(follows, (0, 1), value=False)[None]
     if not packed.left_pad_segments:
         return ends | ~packed.is_real()
-    # one document per row: only its own left pad token is before it
+    # rows with left padding hold one document each, after a pad token of its own: no boundary
     return torch.zeros_like(ends)
 
 

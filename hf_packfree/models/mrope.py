@@ -100,7 +100,7 @@ def rope_source(config: Any) -> Any:
             )
             return source
     raise UnsupportedInput(
-        f"found a {type(config).__name__}, of which no model numbers images; wanted the "
+        f"found a {type(config).__name__}, whose model has no get_rope_index; wanted the "
         "configuration of a vision-language model, the one that holds vision_config and "
         "text_config; pass model.config, of an omni model its thinker's"
     )

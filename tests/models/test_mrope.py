@@ -263,6 +263,6 @@ def test_a_model_without_images_has_no_positions_of_them():
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
     with pytest.raises(
-        UnsupportedInput, match="Qwen3_5TextConfig, of which no model numbers images"
+        UnsupportedInput, match="Qwen3_5TextConfig, whose model has no get_rope_index"
     ):
         rope_source(Qwen3_5TextConfig())

@@ -1,4 +1,4 @@
-"""Logits that nobody made yet, and the cross entropy that does without them.
+"""Fused linear cross entropy, and logits that are computed only when somebody reads them.
 
 To autograd they are there: the loss is computed from the logits, and these from x and the weight.
 The loss hands on a lazy gradient of the logits that knows the gradients of x and the weight, and
@@ -28,7 +28,7 @@ Weights = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 class LazyLogits(LazyTensor):
-    """Logits [B, S, V] that nobody made yet, of a patched model's packed or padded rows."""
+    """Logits [B, S, V] of a patched model's packed or padded rows, computed only when read."""
 
     def log_probs(
         self,
