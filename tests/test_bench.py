@@ -206,6 +206,7 @@ def test_what_did_not_run_is_said():
     assert "unpatched padded did not run (out of memory)" in str(report)
 
 
+@pytest.mark.slow
 def test_a_tiny_model_measured_for_real():
     """One long document and many short ones: padding is nine tenths of the batch, so even a
     noisy clock sees it.

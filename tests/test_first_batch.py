@@ -187,6 +187,7 @@ def of_some_tokens(x):
     return torch.zeros_like(x).index_put((chosen,), nn.functional.dropout(x[chosen]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "draw",
     [

@@ -26,6 +26,7 @@ from tests.support import by_family, leak_in_the_convolution, tiny
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_built_in_models(family):
     report = verify_packing(family)
@@ -44,6 +45,7 @@ def test_built_in_models(family):
     assert json.loads(json.dumps(report.as_dict()))["patched"]["influence"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype):
     report = verify_packing("qwen3_5", dtype=dtype)

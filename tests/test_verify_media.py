@@ -99,6 +99,7 @@ def test_losing_the_positions_of_media_fails_though_nothing_leaks(patched, monke
     assert found.per_document[0] <= 1e-5, "text is numbered the same"
 
 
+@pytest.mark.slow
 def test_a_tower_that_mixes_images_fails_in_both_directions(patched):
     model = copy.deepcopy(patched)
     model.model.visual.register_forward_pre_hook(

@@ -88,6 +88,7 @@ def test_rounding_excuses_no_wrong_attention(monkeypatch):
     assert leak.value.report.patched.influence == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.float64])
 def test_autocast_has_the_limits_of_its_dtype(model, weights, dtype):

@@ -79,6 +79,7 @@ def test_the_head_runs_in_the_models_precision(tmp_path):
     assert seen == [torch.bfloat16] and model.mtp.fc.weight.dtype == torch.float32
 
 
+@pytest.mark.slow
 @integration("TRL SFTTrainer", HEAD)
 @needs("trl", "datasets")
 @pytest.mark.filterwarnings("default")

@@ -104,6 +104,7 @@ for takes_the_pointer in (dlpack.to_dlpack, torch.Tensor.data_ptr):
 """
 
 
+@pytest.mark.slow
 def test_what_takes_the_pointer_past_the_methods_raises():
     """In a process of its own, which a null pointer kills."""
     done = subprocess.run([sys.executable, "-c", POINTERS], capture_output=True, text=True)
