@@ -91,16 +91,16 @@ def name_of(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    return f"{_processor()} (threads: {torch.get_num_threads()})"
+    return f"{processor() or 'cpu'} (threads: {torch.get_num_threads()})"
 
 
-def _processor() -> str:
-    """Return the name that Linux has for the CPU; elsewhere "cpu"."""
+def processor() -> str | None:
+    """Return the name that Linux has for the CPU, if it has one; elsewhere None."""
     try:
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:
-        found = None
-    return found[1].strip() if found else "cpu"
+        return None
+    return found[1].strip() if found else None
 
 
 @contextmanager

@@ -66,18 +66,21 @@ class Gradients:
     ) -> None:
         self._parameters, self._owner = tuple(parameters), owner
         self._grads = [None if grad is None else borrowed(grad) for grad in grads]
+        self._sizes = [0 if grad is None else _size(grad) for grad in self._grads]
         self._shared = _shared(self._grads)
         self._out: dict[int, weakref.ref[Address]] = {}
 
     def hand_out(self) -> list[Tensor | None]:
         """Return the gradients that were written last; call `take_back` before the next are."""
-        return [None if grad is None else self._one(grad) for grad in self._grads]
+        each = zip(self._grads, self._sizes, strict=True)
+        return [None if grad is None else self._one(grad, size) for grad, size in each]
 
-    def _one(self, grad: Tensor) -> Tensor:
-        if grad.data_ptr() in self._shared:
+    def _one(self, grad: Tensor, size: int) -> Tensor:
+        place = grad.data_ptr()
+        if place in self._shared:
             return grad.clone()
-        address = Address(grad.data_ptr(), _size(grad), self._owner)
-        self._out[grad.data_ptr()] = weakref.ref(address)
+        address = Address(place, size, self._owner)
+        self._out[place] = weakref.ref(address)
         return tensor_at(address, grad)
 
     def take_back(self) -> bool:

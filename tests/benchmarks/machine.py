@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +34,10 @@ PACKAGES = (
 
 def machine(device: str = "cuda") -> dict[str, Any]:
     """Return {"machine", "processor", "date", "versions"} of this process; the machine is the
-    GPU's name, if there is one.
+    GPU's name, if there is one, the processor also says how many cores it has.
     """
     from hf_packfree import __version__
+    from hf_packfree.bench.measure import processor
     from hf_packfree.ops.backend import installed
 
     gpu = device == "cuda" and torch.cuda.is_available()
@@ -50,21 +50,10 @@ def machine(device: str = "cuda") -> dict[str, Any]:
     }
     return {
         "machine": name,
-        "processor": _processor(),
+        "processor": f"{processor() or platform.machine()}, {os.cpu_count()} cores",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "versions": {package: found for package, found in versions.items() if found},
     }
-
-
-def _processor() -> str:
-    """Its model where Linux names it, and how many cores this process may use."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
-    return f"{model}, {os.cpu_count()} cores"
 
 
 if __name__ == "__main__":
