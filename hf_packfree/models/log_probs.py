@@ -120,6 +120,9 @@ def changed_logits(head: Any) -> str | None:
         value = getattr(text, name, none)
         if value is not None and value != none:
             return f"{name}={value} in the config"
+    # no family has both, and which comes first is nowhere said
+    if cap_of_logits(head) is not None and scale_of_logits(head) != 1:
+        return "a cap and a scale of logits in the config"
     return None if text is None else _between(head)
 
 

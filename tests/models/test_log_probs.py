@@ -346,6 +346,14 @@ def test_models_that_scale_or_cap_their_logits(family, temperature):
     assert relative_rms(ours, theirs) <= GRADIENT_TOL
 
 
+def test_logits_that_are_capped_and_scaled_are_refused():
+    model = tiny("gemma2")
+    model.config.logit_scale = 0.25
+    ids = torch.arange(3, 15)[None]
+    with pytest.raises(UnsupportedInput, match="found a cap and a scale of logits in the config"):
+        token_log_probs(torch.randn(1, 12, 64), ids, model)
+
+
 @pytest.mark.slow
 def test_every_head_of_transformers_is_computed_or_refused_by_name():
     """Of what can be built small: none gives other numbers in silence."""
