@@ -1,5 +1,5 @@
-"""Whole training steps under FSDP2: fp32 shards, bf16 compute, packed rows, every rank with a row of
-its own.
+"""Whole training steps under FSDP2 (fp32 shards, bf16 compute) and DDP (fp32 weights, autocast):
+packed rows, every rank with a row of its own.
 
     torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.fsdp2 --out DIR [--only REGEX] [--resume]
     ... --device cpu --tiny                                   # a trial of the script itself
@@ -7,7 +7,8 @@ its own.
 A step is forward with head and loss, backward and fused AdamW, as accelerate sets FSDP2 up: each
 layer and the model sharded, parameters gathered in bf16, gradients reduced in fp32
 (`MixedPrecisionPolicy`). "tokens" are a rank's, "real_tokens_per_s" all ranks' together, "ms" and
-"peak_gib" the slowest and the fullest rank's. "packfree, one GPU" has bf16 weights and no shards.
+"peak_gib" the slowest and the fullest rank's. "packfree, one GPU" has bf16 weights and no shards;
+beside DDP's rows it has fp32 weights under autocast, as they have.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from hf_packfree import patch_report
 from tests.benchmarks.batches import Load
 from tests.benchmarks.context_parallel_ranks import Bench, group_of, results_of_ranks
 from tests.benchmarks.machine import machine
@@ -40,7 +43,7 @@ class Row(NamedTuple):
     name: str
     variant: Variant
     tokens: int
-    sharded: bool = True
+    parallel: str = "fsdp2"
     note: str = ""
 
 
@@ -65,8 +68,13 @@ def rows_of() -> list[Row]:
         for name, (variant, note) in variants.items()
         for workload, (options, tokens) in workloads.items()
     ]
+    compiled = [
+        row._replace(name="packfree, layers compiled", variant=replace(row.variant, compiled=True))
+        for row in sharded
+        if row.name == "packfree" and row.tokens < TOKENS
+    ]
     alone = [
-        Row(work, "packfree, one GPU", replace(PACKFREE, **options), tokens, sharded=False)
+        Row(work, "packfree, one GPU", replace(PACKFREE, **options), tokens, "")
         for work, (options, tokens) in workloads.items()
     ]
     ours = [row for row in sharded if row.name == "packfree"]
@@ -74,7 +82,25 @@ def rows_of() -> list[Row]:
     beside = find_spec("fla") and find_spec("liger_kernel")
     # stock finds no memory for the logits of 32k tokens, and a rank that fails ends all
     others = [row for row in others if row.name != "unpatched packed" or row.tokens < TOKENS]
-    return [*ours, *alone, *(others if beside else [])]
+    return [*ours, *alone, *(others if beside else []), *data_parallel(), *compiled]
+
+
+def data_parallel() -> list[Row]:
+    """Return the rows of DDP, with and without CUDA graphs, and those of one GPU beside them."""
+    replayed = replace(PACKFREE, cuda_graphs="auto")
+    kinds: dict[str, tuple[Variant, str]] = {
+        "packfree": (replayed, "ddp"),
+        "packfree, no graphs": (PACKFREE, "ddp"),
+        "packfree, one GPU": (replayed, ""),
+    }
+    return [
+        Row(work, name, replace(variant, **options), 8192, parallel)
+        for work, options in {
+            "2b-8k-ddp": {"fp32": True},
+            "2b-8k-lora-ddp": {"lora": "fp32"},
+        }.items()
+        for name, (variant, parallel) in kinds.items()
+    ]
 
 
 def shard(model: Any, device: str) -> None:
@@ -88,27 +114,43 @@ def shard(model: Any, device: str) -> None:
 
 def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:
     """Time one row."""
-    device, world = bench.clock.device, bench.ranks if row.sharded else 1
+    device, world = bench.clock.device, bench.ranks if row.parallel else 1
     tokens = row.tokens // 128 if tiny else row.tokens
-    load = Load(tuple(log_normal_lengths(tokens, seed=dist.get_rank())), whole=True)
+    replicated = row.workload.endswith("-ddp")
+    lengths = tuple(log_normal_lengths(tokens, seed=dist.get_rank()))
+    load = Load(lengths, whole=True, autocast=replicated)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with variant_of(SHAPES["tiny" if tiny else "2b"], row.variant, device, dtype) as model:
-        if row.sharded:
+        called = model
+        if row.parallel == "fsdp2":
             shard(model, device)
-        step = load.step(model, device)
-        found = bench.timed(step, together=row.sharded) | what_runs(model)
+        elif row.parallel:
+            called = DistributedDataParallel(model)
+            called.config = model.config
+        step = load.step(called, device)
+        found = bench.timed(step, together=bool(row.parallel)) | what_runs(model)
         found |= {
             "real_tokens_per_s": 1e3 * tokens * world / found["ms"],
             **load.facts(),
             "layers": SHAPES["tiny" if tiny else "2b"].layers,
-            "weights": "fp32 shards, bf16 compute" if row.sharded else "bf16",
+            "weights": weights_of(row),
             "world": world,
             "ranks": "measured",
         }
+        graphs = patch_report(model).cuda_graphs
+        del called
         del model, step
     if row.variant.lora:
         found["lora"] = row.variant.lora
-    return found | ({"note": row.note} if row.note else {})
+    note = f"CUDA graphs: {graphs}" if row.variant.cuda_graphs == "auto" else row.note
+    return found | ({"note": note} if note else {})
+
+
+def weights_of(row: Row) -> str:
+    """Say what the weights are kept in."""
+    if row.parallel == "fsdp2":
+        return "fp32 shards, bf16 compute"
+    return "fp32" if row.variant.fp32 else "bf16"
 
 
 def main() -> None:
