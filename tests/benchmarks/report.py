@@ -25,6 +25,7 @@ TOP = (
     "2b-32k-whole-step-autocast",
     "2b-8k-lora-autocast",
     "trl-8k-lora",
+    "trl-8k-lora-padding-free",
     "trl-8k-qlora",
     "trainer-8k-full",
     "2b-32k-whole-step",
@@ -71,6 +72,8 @@ TITLES = {
     "autocast, step to step, rows of up to 8,192 tokens",
     "trl-8k-lora": "`SFTTrainer`, LoRA, its defaults (fp32 base, bf16 autocast, layers "
     "recomputed), step to step, 8,192 tokens",
+    "trl-8k-lora-padding-free": "`SFTTrainer`, LoRA, `padding_free=True`, its defaults, step to step, "
+    "8,192 tokens",
     "trl-8k-qlora": "`SFTTrainer`, QLoRA (NF4, prepared by `prepare_model_for_kbit_training`), bf16 "
     "autocast, layers recomputed, step to step, 8,192 tokens",
     "trl-8k-full": "`SFTTrainer`, full training, its defaults, step to step, 8,192 tokens",

@@ -83,8 +83,10 @@ def prepared(model: nn.Module, adapters: str) -> nn.Module:
     return prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=options)  # type: ignore[no-any-return]
 
 
-def sft(model: nn.Module, ids: list[list[int]], adapters: str, **common: Any) -> Trainer:
-    """Return TRL's trainer as its documentation builds it."""
+def sft(
+    model: nn.Module, ids: list[list[int]], adapters: str, padding_free: bool = False, **common: Any
+) -> Trainer:
+    """Return TRL's trainer as its documentation builds it: `packing`, or `padding_free` batches."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -92,10 +94,15 @@ def sft(model: nn.Module, ids: list[list[int]], adapters: str, **common: Any) ->
     from tests.integrations.test_trl import tokenizer
 
     callbacks = common.pop("callbacks")
-    settings = common | {"packing": True, "max_length": DOCUMENTS * len(ids[0])}
+    if padding_free:
+        # TRL cuts rows that are packed alone, and wants to hear that it need not
+        rows = {"padding_free": True, "max_length": None, "per_device_train_batch_size": DOCUMENTS}
+    else:
+        longest = DOCUMENTS * len(ids[0])
+        rows = {"packing": True, "max_length": longest, "per_device_train_batch_size": 1}
     return SFTTrainer(
         model,
-        SFTConfig(per_device_train_batch_size=1, **settings),
+        SFTConfig(**common, **rows),
         train_dataset=Dataset.from_dict({"input_ids": ids}),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=16, target_modules="all-linear") if adapters else None,
@@ -226,12 +233,13 @@ def main() -> None:
         ("trl-8k-qlora", sft, "qlora"),
         ("trainer-8k-full", plain, ""),
         ("trl-8k-full", sft, ""),
+        ("trl-8k-lora-padding-free", partial(sft, padding_free=True), "lora"),
     ):
         for name, (variant, patched) in VARIANTS.items():
             measure = partial(train, make, shape, variant, patched, adapters, size, options.device)
             results.row(workload, name, measure)
             free()
-        recomputed = make is sft
+        recomputed = make is not plain
         own = partial(loop, shape, adapters, size, options.device, recomputed)
         results.row(workload, "packfree, a loop of one's own", own)
 
