@@ -39,19 +39,28 @@ def broken_fla(module: str) -> str | None:
 
 
 def wrong_on_hopper(target: Target) -> str | None:
-    """Return why FLA's gated backward would refuse to run at `target` (its issue 640), or None."""
-    triton = Version(installed("triton") or "0")
-    since, until = map(Version, FLA_BACKWARD_WRONG_ON_HOPPER)
-    if target.capability != (9, 0) or not since <= triton < until:
+    """Return why FLA's gated delta rule would refuse its backward at `target` (FLA's issue 640), or
+    None; TileLang's kernels compute it instead where they can.
+    """
+    if (refuses := refuses_on_hopper(target)) is None:
         return None
-    wrong = f"triton {triton} ({since} and later, before {until})"
-    without = f"its backward refuses to run on Hopper with {wrong} without tilelang and nvcc"
+    without = f"{refuses} without tilelang and nvcc"
     if find_spec("tilelang") is None or not has_nvcc():
         return f"{without}; {HOPPER_ADVICE}"
     if (setting := tilelang_off()) is not None:
         return Fault(f"{without}, and {setting} in the environment leaves tilelang out; unset it")
     reason = broken("tilelang", "tilelang")
     return reason and Fault(f"{without}, and {reason}")
+
+
+def refuses_on_hopper(target: Target) -> str | None:
+    """Return that FLA's own kernels refuse a gated backward at `target`, or None."""
+    triton = Version(installed("triton") or "0")
+    since, until = map(Version, FLA_BACKWARD_WRONG_ON_HOPPER)
+    if target.capability != (9, 0) or not since <= triton < until:
+        return None
+    wrong = f"triton {triton} ({since} and later, before {until})"
+    return f"its backward refuses to run on Hopper with {wrong}"
 
 
 def chunk_indices(packed: PackedSequence) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 
 from hf_packfree.ops import backend, fla
 from hf_packfree.ops.backend import Target
+from hf_packfree.ops.ssd import fla as ssd_by_fla
 from hf_packfree.patching.backends import choose_backends
 from tests.patching.machines import SIZES
 
@@ -57,6 +58,22 @@ def test_hopper_with_a_triton_of_another_name(monkeypatch):
         reason = fla.wrong_on_hopper(Target("cuda", (9, 0)))
         assert (reason is not None and "with triton 3.6.0" in reason) == wrong
     assert backend.installed("no-such-package") is None
+
+
+def test_ssd_on_hopper_has_no_use_for_tilelang(gpu):
+    """FLA's backward of simple gated linear attention keeps states in fp32, which TileLang's
+    kernel does not take: it raised in the first backward on a GPU.
+    """
+    gpu(packages=WITH_TILELANG)
+    hopper, other = Target("cuda", (9, 0)), Target("cuda", (8, 0))
+    assert fla.wrong_on_hopper(hopper) is None
+    assert (
+        "its backward refuses to run on Hopper with triton 3.6.0 (3.4.0 and later, before 3.7.1), "
+        "with tilelang, too; pip install 'mamba-ssm>=2.3.2', or" in ssd_by_fla.unusable(hopper)
+    )
+    assert ssd_by_fla.unusable(other) is None
+    gpu(packages=WITH_TILELANG | {"triton": "3.7.1"})
+    assert ssd_by_fla.unusable(hopper) is None
 
 
 def test_flash_qla_switched_off_for_fla_is_off_here_too(gpu, monkeypatch):

@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.fla import broken_fla, needs_fla, wrong_on_hopper
+from hf_packfree.ops.fla import broken_fla, needs_fla, refuses_on_hopper
 from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, VERSIONS
 
 
 def unusable(target: Target) -> str | None:
     """Return why it cannot run at `target`, or None."""
-    return needs_fla(target) or wrong_on_hopper(target) or broken_fla("fla.ops.simple_gla")
+    if (reason := needs_fla(target)) is not None:
+        return reason
+    # FLA hands TileLang no states in fp32, which is what this backward has
+    if (reason := refuses_on_hopper(target)) is not None:
+        newer = f"'triton>={FLA_BACKWARD_WRONG_ON_HOPPER[1]}' with a torch that takes it"
+        return f"{reason}, with tilelang, too; {VERSIONS['mamba-ssm'].install}, or {newer}"
+    return broken_fla("fla.ops.simple_gla")
 
 
 @uncompiled
