@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UnsupportedInput,
         UnsupportedModel,
     )
-    from hf_packfree.models.log_probs import token_log_probs
+    from hf_packfree.models.head_log_probs import token_log_probs
     from hf_packfree.mtp import MTPOptions
     from hf_packfree.packing import PackedSequence
     from hf_packfree.patching import (
@@ -69,7 +69,7 @@ _HOMES = {
     "register_patches": "patching",
     "remove_mtp": "patching",
     "remove_patches": "patching",
-    "token_log_probs": "models.log_probs",
+    "token_log_probs": "models.head_log_probs",
     "verify_packing": "verify",
 }
 

@@ -95,7 +95,7 @@ def frames_are_numbered() -> Iterator[None]:
     they cannot without this.
 
     Every other release makes one grid of each frame itself; ours are handed over so
-    (`tests/models/test_mrope.py`).
+    (`tests/models/test_rope_index.py`).
     """
     import transformers
 

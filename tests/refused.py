@@ -36,10 +36,10 @@ SECTIONS = {
         "loss says so.",
         (
             "packing/media.py",
-            "packing/mrope.py",
+            "packing/mrope_rows.py",
             "models/audio",
             "models/absent_media.py",
-            "models/mrope.py",
+            "models/rope_index.py",
             "models/placeholders.py",
             "models/qwen",
             "models/sharded_media.py",
@@ -56,7 +56,7 @@ SECTIONS = {
         "is none.",
         (
             "patching/",
-            "models/options.py",
+            "models/run_options.py",
             "models/rotary.py",
             "models/row_adapters.py",
             "models/state.py",
@@ -69,7 +69,7 @@ SECTIONS = {
     ),
     "Multi-token prediction": (
         "A head without its checkpoint's tensors would be trained from noise, or lost when saved.",
-        ("mtp/", "patching/mtp.py"),
+        ("mtp/", "patching/mtp_head.py"),
     ),
     "Context parallelism": (
         "Ranks that disagree wait for each other for ever, or train on a mixture.",

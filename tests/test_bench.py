@@ -22,7 +22,7 @@ from hf_packfree.bench import (
     run_bench,
     shapes,
 )
-from hf_packfree.bench.documents import documents_of, packed, padded
+from hf_packfree.bench.lengths import documents_of, packed, padded
 from hf_packfree.bench.measure import MIB, Floor, name_of, peak_mib, threads
 from hf_packfree.bench.shapes import config_of
 from hf_packfree.cli import commands, main
@@ -154,7 +154,7 @@ def test_a_benchmark_knows_how_many_experts_a_token_chooses(monkeypatch):
         asked.append((tokens, choices))
         return Floor(model, tokens, choices)
 
-    monkeypatch.setattr("hf_packfree.bench.run.Floor", floor)
+    monkeypatch.setattr("hf_packfree.bench.turns.Floor", floor)
     for family in ("qwen3_5_moe", "qwen3_5"):
         run_bench(BenchOptions(family, (3, 2), rounds=1, threads=1))
     assert asked == [(5, 2), (5, 1)]
@@ -291,7 +291,7 @@ def test_command(capsys, tmp_path, monkeypatch):
 
 
 def test_command_as_json(capsys, monkeypatch):
-    monkeypatch.setattr("hf_packfree.bench.run.installed", {"causal-conv1d": "1.7.0"}.get)
+    monkeypatch.setattr("hf_packfree.bench.turns.installed", {"causal-conv1d": "1.7.0"}.get)
     assert main([*FAST, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (

@@ -9,9 +9,9 @@ import json
 import pytest
 import torch
 
+from hf_packfree.bench.bars import draw
 from hf_packfree.bench.measure import ran_out
-from hf_packfree.bench.plot import draw
-from hf_packfree.bench.run import Runner
+from hf_packfree.bench.turns import Runner
 from hf_packfree.cli import main
 from tests.test_bench import TINY, Candidate, report_of
 
@@ -78,7 +78,7 @@ def test_memory_that_runs_out_beside_the_steps_is_a_sentence_with_advice(
     def full(*args):
         raise FULL
 
-    monkeypatch.setattr(f"hf_packfree.bench.run.{where}", full)
+    monkeypatch.setattr(f"hf_packfree.bench.turns.{where}", full)
     assert main(TINY) == 2
     out, err = capsys.readouterr()
     assert (

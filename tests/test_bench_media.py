@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.bench import BenchOptions, run_bench
-from hf_packfree.bench.documents import documents_of, illustrated, packed_media, padded_media
+from hf_packfree.bench.lengths import documents_of, illustrated, packed_media, padded_media
 from hf_packfree.bench.measure import Floor
 from tests.vision import IMAGE, START, tiny_vision
 

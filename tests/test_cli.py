@@ -21,7 +21,7 @@ import hf_packfree.cli
 import hf_packfree.demo
 import hf_packfree.verify
 from hf_packfree.cli import main, show
-from hf_packfree.cli.options import EXAMPLES, parser
+from hf_packfree.cli.arguments import EXAMPLES, parser
 from hf_packfree.cli.quiet import quiet_libraries
 from hf_packfree.cli.text import section
 from hf_packfree.verify.model_source import build_model

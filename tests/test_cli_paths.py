@@ -69,7 +69,7 @@ def test_the_folder_of_the_demo_is_looked_at_when_none_is_named_too(
 
 
 def test_where_nothing_may_be_written_is_refused_first(capsys, tmp_path, no_work, monkeypatch):
-    monkeypatch.setattr("hf_packfree.cli.options.os.access", lambda path, how: False)
+    monkeypatch.setattr("hf_packfree.cli.arguments.os.access", lambda path, how: False)
     assert "cannot be written" in refused(capsys, "bench", "--png", str(tmp_path / "picture.png"))
     assert "cannot be written" in refused(capsys, "demo", "--out", str(tmp_path / "new"))
 
@@ -83,7 +83,7 @@ def test_numbers_are_shown_when_drawing_fails(capsys, tmp_path, monkeypatch):
         for name in ("unpatched padded", "unpatched packed", "patched padded")
     ]
     monkeypatch.setattr(hf_packfree.bench, "run_bench", lambda options, progress: report_of(*rows))
-    monkeypatch.setattr("hf_packfree.bench.plot.draw", draw)
+    monkeypatch.setattr("hf_packfree.bench.bars.draw", draw)
     assert main([*TINY, "--png", str(tmp_path / "picture.png")]) == 2
     out, err = capsys.readouterr()
     assert (

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from hf_packfree.cli import show
 from hf_packfree.demo import DemoOptions, DemoReport, Training, harm, plot, run_demo
-from hf_packfree.demo.report import (
+from hf_packfree.demo.results import (
     JUDGED_STEPS,
     LEAKING,
     LOSS_LIMIT,

@@ -19,7 +19,7 @@ from hf_packfree import PackFreeCallback, apply_patches
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedInput
 from hf_packfree.models.entry import UNPACKED
 from hf_packfree.mtp import MTPOptions
-from hf_packfree.trainer.run import PATIENCE, Counts, FirstBatch, TrainingRun
+from hf_packfree.trainer.training_run import PATIENCE, Counts, FirstBatch, TrainingRun
 from hf_packfree.verify.first_batch import first_batch_influence
 from tests.support import documents, leak_in_the_convolution, tiny
 from tests.test_trainer import CHECKPOINTING, STEP, arguments, dataset

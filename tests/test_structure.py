@@ -8,6 +8,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,29 @@ def test_files_stay_small():
         assert len(file.read_text().splitlines()) <= 400, (
             f"{file.relative_to(HOUSE)} wants splitting"
         )
+
+
+def kinds():
+    """Yield the kinds of files that repeat by convention, as what they are called: backends in every
+    folder of an operation, parts of a chunked one, kernels of a fused one, sharded operations.
+    """
+    yield "ops/*/{name}.py", {"fla", "reference", "torch_native", "triton_kernels", "triton_native"}
+    yield "ops/*/torch_chunked/{name}.py", {"chunks", "gradients", "passes"}
+    yield "ops/fused/kernels/{name}.py", {"gates", "linear", "lora", "rope", "swiglu"}
+    yield "parallel/{name}.py", {"attention"}
+
+
+def test_a_file_name_says_what_it_holds():
+    """Two rooms with a `report.py` each have a name for neither."""
+    by_convention = {
+        file
+        for pattern, names in kinds()
+        for name in names
+        for file in HOUSE.glob(pattern.format(name=name))
+    }
+    left = [file.name for file in HOUSE.rglob("*.py") if file not in by_convention]
+    counted = Counter(name for name in left if not name.startswith("__"))
+    assert {name: count for name, count in counted.items() if count > 1} == {}
 
 
 def test_a_constant_is_a_line():

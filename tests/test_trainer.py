@@ -293,7 +293,7 @@ def test_operations_of_a_token_are_those_that_torch_counts(family):
 
 def test_utilisation_is_logged_where_the_peak_is_known(tmp_path, monkeypatch):
     assert peak_of(torch.device("cpu")) is None
-    monkeypatch.setattr("hf_packfree.trainer.run.peak_of", lambda device: 1e9)
+    monkeypatch.setattr("hf_packfree.trainer.training_run.peak_of", lambda device: 1e9)
     trainer, _ = train(tiny().train(), tmp_path, [PackFreeCallback()])
     (log,) = [log for log in trainer.state.log_history if "loss" in log]
     tokens = sum(ROW[:STEP])

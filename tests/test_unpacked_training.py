@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report, remove_patches
-from hf_packfree.ops.loss import chunks
+from hf_packfree.ops.loss import chunked_loss
 from tests.integrations.marks import needs
 from tests.support import GRADIENT_TOL, LOGIT_TOL, documents, relative_rms, tiny
 from tests.test_trainer import KeepGradients, arguments
@@ -79,7 +79,7 @@ def test_steps_are_stock_ones(family, collator, tmp_path):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """The loss sees logits of few tokens at a time, of a short document too."""
-    monkeypatch.setattr(chunks, "rows_of_a_chunk", lambda *sizes: 16)
+    monkeypatch.setattr(chunked_loss, "rows_of_a_chunk", lambda *sizes: 16)
 
 
 def test_no_logits_are_made(tmp_path, small_chunks):

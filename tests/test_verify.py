@@ -19,8 +19,7 @@ from torch import nn
 from hf_packfree import apply_patches, verify_packing
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
-from hf_packfree.verify import report as verdict
-from hf_packfree.verify import verify
+from hf_packfree.verify import packing_report, verify
 from tests.support import by_family, leak_in_the_convolution, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
@@ -258,12 +257,18 @@ def test_products_in_tf32_have_limits_of_their_own(monkeypatch):
         monkeypatch.setattr(
             torch, "get_float32_matmul_precision", lambda precision=precision: precision
         )
-        assert verdict.limits_for(cuda, torch.float32, ran) == (
-            verdict.TF32 if tf32 else verdict.LIMITS[torch.float32]
+        assert packing_report.limits_for(cuda, torch.float32, ran) == (
+            packing_report.TF32 if tf32 else packing_report.LIMITS[torch.float32]
         )
-        assert verdict.limits_for(cpu, torch.float32, ran) == verdict.LIMITS[torch.float32]
-        assert verdict.limits_for(cuda, torch.bfloat16, ran) == verdict.LIMITS[torch.bfloat16]
-    assert verdict.TF32.influence == verdict.LIMITS[torch.float32].influence
+        assert (
+            packing_report.limits_for(cpu, torch.float32, ran)
+            == packing_report.LIMITS[torch.float32]
+        )
+        assert (
+            packing_report.limits_for(cuda, torch.bfloat16, ran)
+            == packing_report.LIMITS[torch.bfloat16]
+        )
+    assert packing_report.TF32.influence == packing_report.LIMITS[torch.float32].influence
 
 
 def through(package, function):
@@ -278,7 +283,7 @@ def test_limits_are_those_of_the_kernels_that_ran(monkeypatch, runs):
     """A package that is installed and imported, but not called, changes no limit."""
     asked = []
     monkeypatch.setattr(
-        verify, "limits_for", lambda *what: asked.append(what) or verdict.limits_for(*what)
+        verify, "limits_for", lambda *what: asked.append(what) or packing_report.limits_for(*what)
     )
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     model = apply_patches(tiny())

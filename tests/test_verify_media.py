@@ -14,7 +14,7 @@ from hf_packfree import apply_patches, verify_packing
 from hf_packfree.cli import main
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import vision_language
-from hf_packfree.verify.documents import MediaDocuments, media_source
+from hf_packfree.verify.random_documents import MediaDocuments, media_source
 from tests.support import tiny
 from tests.vision import CLASSES, IMAGE, START, VIDEO, tiny_vision
 

@@ -16,7 +16,7 @@ from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.compat import RELEASE
 from hf_packfree.ops.attention import score_options
 from hf_packfree.verify import LIMITS, build_model, verify
-from hf_packfree.verify.report import Limits
+from hf_packfree.verify.packing_report import Limits
 from tests.support import leak_in_the_convolution, tiny
 
 pytestmark = pytest.mark.compat(kernels=False)

@@ -10,7 +10,7 @@ import pytest
 from hf_packfree import apply_patches, verify_packing
 from hf_packfree.cli import main
 from hf_packfree.errors import BoundaryError, LeakDetected
-from hf_packfree.ops import tree as along_paths
+from hf_packfree.ops import tree_paths
 from hf_packfree.packing import PackedSequence
 from tests.support import leak_in_the_convolution, tiny
 from tests.vision import tiny_vision
@@ -59,13 +59,13 @@ def test_a_prefix_that_nobody_reads_is_found(monkeypatch):
 
 def test_branches_that_are_added_wrongly_are_found(monkeypatch):
     """The gradient of one branch alone reaches the prefix."""
-    whole = along_paths.gather
+    whole = tree_paths.gather
 
     def first_alone(row, tokens):
         found = whole(row.detach(), tokens)
         return found + (row - row.detach())[:, :1].sum() * 0 if row.requires_grad else found
 
-    monkeypatch.setattr(along_paths, "gather", first_alone)
+    monkeypatch.setattr(tree_paths, "gather", first_alone)
     with pytest.raises(LeakDetected, match="a gradient differs from a backward per document"):
         verify_packing(apply_patches(tiny()), lengths=(20, 5, 64), tree=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_packfree.models.mrope import RowMedia, document_positions
+from hf_packfree.models.rope_index import RowMedia, document_positions
 from tests.support import by_family, gradients, slow_decay
 
 IMAGE, VIDEO, START, END = 124, 125, 126, 127

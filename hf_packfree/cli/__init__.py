@@ -9,8 +9,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from hf_packfree.cli.arguments import BROKEN, FINE, LEAK, STOPPED, UNREAD, USAGE, Parser, parser
 from hf_packfree.cli.commands import COMMANDS
-from hf_packfree.cli.options import BROKEN, FINE, LEAK, STOPPED, UNREAD, USAGE, Parser, parser
 from hf_packfree.cli.quiet import logged
 from hf_packfree.cli.text import complain
 from hf_packfree.errors import LeakDetected, PackFreeError, in_short

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_packfree.cli import doctor as doctors
-from hf_packfree.cli.options import BROKEN, FINE, LEAK, MOST_TOKENS
+from hf_packfree.cli.arguments import BROKEN, FINE, LEAK, MOST_TOKENS
 from hf_packfree.cli.paths import check_folder, check_picture
 from hf_packfree.cli.text import as_json, say
 from hf_packfree.errors import (
@@ -177,7 +177,7 @@ def bench(options: argparse.Namespace) -> int:
     drawn = None
     try:
         if options.png is not None:
-            from hf_packfree.bench.plot import draw
+            from hf_packfree.bench.bars import draw
 
             draw(report, options.png)
             drawn = options.png

@@ -2,7 +2,7 @@
 datasets of whole packs; and rows of samples that share their beginnings.
 """
 
-from hf_packfree.data.documents import Document
+from hf_packfree.data.examples import Document
 from hf_packfree.data.packs import PackedDataset, PackedIterableDataset
 from hf_packfree.data.prefixes import PrefixRow, pack_prefixes
 from hf_packfree.data.vision import PackedVisionCollator

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_packfree.data.documents import Document, Pack, check_whole
+from hf_packfree.data.examples import Document, Pack, check_whole
 from hf_packfree.data.vision import PackedVisionCollator
 from hf_packfree.errors import UnsupportedInput
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError
-from hf_packfree.models.log_probs import token_log_probs
+from hf_packfree.models.head_log_probs import token_log_probs
 from hf_packfree.ops.loss import TokenLogProbs
-from hf_packfree.ops.tree import gather
+from hf_packfree.ops.tree_paths import gather
 from hf_packfree.packing import PackedSequence
 
 Tokens = NDArray[np.int64]

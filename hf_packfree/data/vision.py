@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.data.documents import (
+from hf_packfree.data.examples import (
     FLAT,
     PADDED,
     Document,
@@ -24,7 +24,7 @@ from hf_packfree.data.documents import (
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.media_checks import check_media_sizes
-from hf_packfree.models.mrope import RowMedia, counts_seconds, packed_positions, rope_source
+from hf_packfree.models.rope_index import RowMedia, counts_seconds, packed_positions, rope_source
 
 logger = logging.getLogger("hf_packfree")
 

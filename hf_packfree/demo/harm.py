@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.demo.report import Continuations, Influence
+from hf_packfree.demo.results import Continuations, Influence
 from hf_packfree.verify import relative_rms
 
 PROMPT = 6

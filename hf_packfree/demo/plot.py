@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from hf_packfree.bench.plot import BLUE, GREY, bars
-from hf_packfree.demo.report import LEAKING, LOSS_LIMIT, PACKED, PADDED, DemoReport, Influence
+from hf_packfree.bench.bars import BLUE, GREY, bars
+from hf_packfree.demo.results import LEAKING, LOSS_LIMIT, PACKED, PADDED, DemoReport, Influence
 
 ORANGE = "#D55E00"
 GREEN = "#009E73"

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from hf_packfree.demo.report import LEAKING, PACKED, PADDED, DemoOptions, DemoReport, Progress
+from hf_packfree.demo.results import LEAKING, PACKED, PADDED, DemoOptions, DemoReport, Progress
 from hf_packfree.errors import LeakDetected
 
 

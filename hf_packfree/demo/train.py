@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from hf_packfree.bench.measure import peak_mib
-from hf_packfree.demo.report import PACKED, PADDED, DemoOptions, Progress, Training
+from hf_packfree.demo.results import PACKED, PADDED, DemoOptions, Progress, Training
 from hf_packfree.trainer import PackFreeCallback
 
 SHORTEST = 20

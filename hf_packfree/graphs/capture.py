@@ -3,7 +3,7 @@
 torch's `make_graphed_callables` hands out the memory that a replay writes: a second forward before
 the first one's backward, gradients that are accumulated, or an output that somebody keeps would
 read what belongs to another row. Here what leaves is a copy, but for gradients of parameters
-(`gradients.py`), and a graph whose backward is still to come is not replayed.
+(`gradient_buffers.py`), and a graph whose backward is still to come is not replayed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_packfree.graphs.gradients import Gradients, borrowed
+from hf_packfree.graphs.gradient_buffers import Gradients, borrowed
 from hf_packfree.ops.operation import once_differentiable
 
 WARM_UP = 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_packfree.graphs.plans import NotCapturable
+from hf_packfree.graphs.captured_sequence import NotCapturable
 
 _FUNCTION = "_gradient_checkpointing_func"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
 from hf_packfree.graphs.capture import Graph, Pool
-from hf_packfree.graphs.plans import CapturedSequence, NotCapturable, OtherPlan
+from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.packing import PackedSequence
 

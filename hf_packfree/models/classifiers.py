@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_packfree.models.base_head import Head, forget_losses, is_whole_batch
 from hf_packfree.models.entry import keep_padding
-from hf_packfree.models.head import Head, forget_losses, is_whole_batch
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.row import as_requested
 from hf_packfree.packing import repad

@@ -18,7 +18,7 @@ from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.entry import has_media, of_media, wants_all_logits
 from hf_packfree.models.labels import IGNORED
-from hf_packfree.models.mrope import SECONDS
+from hf_packfree.models.rope_index import SECONDS
 from hf_packfree.models.same_batch import refuse_other_ranks
 from hf_packfree.models.sharded_media import reaching_media
 from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media

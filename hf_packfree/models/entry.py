@@ -19,7 +19,7 @@ from hf_packfree.models.row_adapters import (
     refuse_readers_of_the_row,
 )
 from hf_packfree.models.state import state_of
-from hf_packfree.models.tree import check_tree_call
+from hf_packfree.models.tree_checks import check_tree_call
 from hf_packfree.packing import (
     Batch,
     PackedSequence,
@@ -28,7 +28,7 @@ from hf_packfree.packing import (
     uncompiled,
 )
 from hf_packfree.packing.compiling import is_transformed
-from hf_packfree.packing.mrope import is_text
+from hf_packfree.packing.mrope_rows import is_text
 from hf_packfree.packing.tree_keywords import RECORD
 
 UNREAD = None

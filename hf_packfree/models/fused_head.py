@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.entry import wants_all_logits
+from hf_packfree.models.head_log_probs import Question, layer_log_probs
 from hf_packfree.models.head_loss import HeadOfCall, last_layer
 from hf_packfree.models.labels import IGNORED, refuse_unshifted
-from hf_packfree.models.log_probs import Question, layer_log_probs
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import Targets, TokenLogProbs, Wanted
 from hf_packfree.packing import PackedSequence, repad

@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import put_in_front
+from hf_packfree.models.base_head import Head, forget_losses, is_whole_batch
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
 from hf_packfree.models.context_parallel import check_call, forward_shard
 from hf_packfree.models.entry import (
@@ -26,7 +27,6 @@ from hf_packfree.models.entry import (
     wants_all_logits,
 )
 from hf_packfree.models.fused_head import is_fused_head, run_fused_head
-from hf_packfree.models.head import Head, forget_losses, is_whole_batch
 from hf_packfree.models.head_loss import HeadOfCall, taken_by
 from hf_packfree.models.labels import (
     IGNORED,

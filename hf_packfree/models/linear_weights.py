@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.ops.fused.weights import ComputedWeight, Weight, rounded
+from hf_packfree.ops.fused.computed_weights import ComputedWeight, Weight, rounded
 
 _LINEAR_4BIT = "bitsandbytes.nn.modules", "Linear4bit"
 

@@ -25,9 +25,9 @@ from hf_packfree.models.linear_weights import (
     under_autocast,
 )
 from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.fused.computed_weights import Weight, materialize, scaled
 from hf_packfree.ops.fused.lora import Adapter, Layer, LoraLinear, spare_columns
 from hf_packfree.ops.fused.lora_products import on_tensor_cores, products_for
-from hf_packfree.ops.fused.weights import Weight, materialize, scaled
 
 _LORA = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _DORA_VARIANT = "peft.tuners.lora.variants", "DoraLinearVariant"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_packfree.models.mrope import RowMedia
+from hf_packfree.models.rope_index import RowMedia
 from hf_packfree.packing import RowShard
 from hf_packfree.packing.marks import KEPT
 from hf_packfree.packing.media import Media

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.graphs.runner import Graphs
-from hf_packfree.models.options import RunOptions
+from hf_packfree.models.run_options import RunOptions
 from hf_packfree.ops.backend import BATCH_INVARIANT, HALF
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_packfree.models.base import replacements
-from hf_packfree.models.head import Head
+from hf_packfree.models.base_head import Head
 
 
 @functools.cache

@@ -7,13 +7,13 @@ from typing import Any
 from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, kinds_of_layers, part_at
+from hf_packfree.models.captured_layers import in_graph
 from hf_packfree.models.compat import CACHE, cache_of, masks_the_layers_ignore
 from hf_packfree.models.entry import enter, is_batch
-from hf_packfree.models.graphs import in_graph
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.row import positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
-from hf_packfree.models.tree import check_tree_layers
+from hf_packfree.models.tree_checks import check_tree_layers
 from hf_packfree.packing import PackedSequence, repad, unpad
 from hf_packfree.parallel.collectives import gather_row
 

@@ -18,17 +18,17 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.base_head import is_whole_batch
 from hf_packfree.models.entry import wants_all_logits
-from hf_packfree.models.head import is_whole_batch
-from hf_packfree.models.head_loss import HeadOfCall, last_layer
-from hf_packfree.models.labels import IGNORED
-from hf_packfree.models.log_probs import (
+from hf_packfree.models.head_log_probs import (
     Question,
     cap_of_logits,
     changed_logits,
     layer_log_probs,
     scale_of_logits,
 )
+from hf_packfree.models.head_loss import HeadOfCall, last_layer
+from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import Expected, Targets, Wanted
 from hf_packfree.packing.marks import VERL_EXPECTED

@@ -17,7 +17,8 @@ from hf_packfree.models.absent_media import run_with_absent_media
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.entry import enter
 from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
-from hf_packfree.models.mrope import (
+from hf_packfree.models.placeholders import PlaceholderMask
+from hf_packfree.models.rope_index import (
     SECONDS,
     RowMedia,
     items_of_documents,
@@ -25,13 +26,12 @@ from hf_packfree.models.mrope import (
     packed_positions,
     to_device,
 )
-from hf_packfree.models.placeholders import PlaceholderMask
 from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
 from hf_packfree.packing import PackedSequence, repad, shard_of, uncompiled
 from hf_packfree.packing.marks import COUNTED, CountedMedia
-from hf_packfree.packing.mrope import is_text
+from hf_packfree.packing.mrope_rows import is_text
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """The keyword of each kind of media."""

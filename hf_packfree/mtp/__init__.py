@@ -5,7 +5,7 @@ transformers drops.
 from hf_packfree.mtp.accept import Acceptance, accepted_drafts
 from hf_packfree.mtp.files import HeadReport, copy_head, examine
 from hf_packfree.mtp.head import MTPHead
-from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.mtp.head_options import MTPOptions
 
 __all__ = [
     "Acceptance",

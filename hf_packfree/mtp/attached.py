@@ -12,7 +12,7 @@ from torch import nn
 from hf_packfree.models.state import find_state
 from hf_packfree.mtp.checkpoint import HeadTensors, save_as_read
 from hf_packfree.mtp.head import MTPHead
-from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.mtp.head_options import MTPOptions
 from hf_packfree.mtp.training import MTPTraining
 
 _DEPTH = "mtp_num_hidden_layers"

@@ -26,8 +26,8 @@ from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
 from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.models.row import row_positions
 from hf_packfree.models.state import PatchState, state_of
-from hf_packfree.mtp.loss import depth_losses
-from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.mtp.depth_losses import depth_losses
+from hf_packfree.mtp.head_options import MTPOptions
 from hf_packfree.mtp.routers import balance, router_logits, wants_balance
 from hf_packfree.packing import PackedSequence, PackingInputs, uncompiled, unpad
 from hf_packfree.parallel.collectives import with_right_context

@@ -203,7 +203,7 @@ def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> Boundary
         rows = position_ids.shape[0]
         if rows not in (3, 4):
             raise wrong_shape("position_ids", position_ids, shape, "(B, S), (3, B, S) or (4, B, S)")
-        # positions of images or videos: see `hf_packfree.packing.mrope`
+        # positions of images or videos: see `hf_packfree.packing.mrope_rows`
         if rows == 3 and not bool((given == given[:1]).all()):
             # fractions are valid there: some processors count time in seconds
             _whole_positions(given.floor() if given.is_floating_point() else given)

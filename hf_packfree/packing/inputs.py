@@ -23,7 +23,7 @@ from hf_packfree.packing.fast_path import offsets_of_one_row, rows_of_mask
 from hf_packfree.packing.foreign import parse_foreign
 from hf_packfree.packing.keywords import PackingInputs
 from hf_packfree.packing.masks import EVERYWHERE, parse_masks
-from hf_packfree.packing.mrope import check_rows, refuse_packed_mrope
+from hf_packfree.packing.mrope_rows import check_rows, refuse_packed_mrope
 from hf_packfree.packing.record import Integers, PackedSequence
 from hf_packfree.packing.tree_keywords import resolve_tree
 

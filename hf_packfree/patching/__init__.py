@@ -4,7 +4,7 @@ at load time too.
 
 from hf_packfree.patching.apply import apply_patches, remove_patches
 from hf_packfree.patching.loading import Registration, register_patches
-from hf_packfree.patching.mtp import add_mtp, remove_mtp
+from hf_packfree.patching.mtp_head import add_mtp, remove_mtp
 from hf_packfree.patching.prewarm import prewarm
 from hf_packfree.patching.report import PatchReport, patch_report
 

@@ -15,17 +15,17 @@ from torch import nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.context_parallel import resolve_ways
-from hf_packfree.models.options import CudaGraphs, Padded, Unpacked
+from hf_packfree.models.run_options import CudaGraphs, Padded, Unpacked
 from hf_packfree.models.state import Kernels, PatchState, find_state
 from hf_packfree.models.subclassed import users_class
-from hf_packfree.mtp.options import Choice as MTPChoice
-from hf_packfree.mtp.options import MTPOptions, mtp_options
+from hf_packfree.mtp.head_options import Choice as MTPChoice
+from hf_packfree.mtp.head_options import MTPOptions, mtp_options
 from hf_packfree.parallel import context_parallel as ranks_of
 from hf_packfree.parallel.accelerate import cut_rows_again
 from hf_packfree.patching.announce import announce
 from hf_packfree.patching.backends import Choice, choose_backends, forced_backends
 from hf_packfree.patching.dropped import warn_of_dropped_tower
-from hf_packfree.patching.mtp import plan_head, refuse_trained_head
+from hf_packfree.patching.mtp_head import plan_head, refuse_trained_head
 from hf_packfree.patching.options import Options
 from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention_interface import is_more_than_text, looks_ahead
-from hf_packfree.models.options import CudaGraphs, Padded, Unpacked
+from hf_packfree.models.run_options import CudaGraphs, Padded, Unpacked
 from hf_packfree.models.state import find_state
-from hf_packfree.mtp.options import Choice as MTPChoice
-from hf_packfree.mtp.options import MTPOptions, mtp_options
+from hf_packfree.mtp.head_options import Choice as MTPChoice
+from hf_packfree.mtp.head_options import MTPOptions, mtp_options
 from hf_packfree.patching.apply import patch, remove_patches
 from hf_packfree.patching.backends import Choice
-from hf_packfree.patching.mtp import add_while_loading
+from hf_packfree.patching.mtp_head import add_while_loading
 from hf_packfree.patching.options import Options
 from hf_packfree.patching.plan import head_swap, unpatched_heads
 from hf_packfree.patching.registry import FAMILIES, family_of

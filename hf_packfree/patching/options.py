@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_packfree.models.options import RunOptions
-from hf_packfree.mtp.options import MTPOptions
+from hf_packfree.models.run_options import RunOptions
+from hf_packfree.mtp.head_options import MTPOptions
 from hf_packfree.patching.backends import Choice, forced_backends
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from hf_packfree._version import __version__
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.linear_weights import compute_dtype
-from hf_packfree.models.options import Padded, Unpacked
 from hf_packfree.models.peft_lora import is_lora
+from hf_packfree.models.run_options import Padded, Unpacked
 from hf_packfree.models.state import PatchState, find_state
 from hf_packfree.models.unfused import why_not_fused
 from hf_packfree.ops.backend import installed

@@ -14,10 +14,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.compat import LOSS_WITH_MEDIA_TAKES_NO_COUNT, RELEASE
-from hf_packfree.models.options import CudaGraphs, Padded, Unpacked
+from hf_packfree.models.run_options import CudaGraphs, Padded, Unpacked
 from hf_packfree.mtp.attached import AttachedHead, training_facts
-from hf_packfree.mtp.options import Choice as MTPChoice
-from hf_packfree.mtp.options import MTPOptions, mtp_options
+from hf_packfree.mtp.head_options import Choice as MTPChoice
+from hf_packfree.mtp.head_options import MTPOptions, mtp_options
 from hf_packfree.parallel import context_parallel as ranks_of
 from hf_packfree.parallel.accelerate import (
     cut_rows_again,
@@ -31,7 +31,7 @@ from hf_packfree.patching.apply import patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.options import Options
 from hf_packfree.patching.report import patch_report
-from hf_packfree.trainer.run import TrainingRun
+from hf_packfree.trainer.training_run import TrainingRun
 
 logger = logging.getLogger("hf_packfree")
 

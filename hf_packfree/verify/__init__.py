@@ -3,7 +3,7 @@ must fail.
 """
 
 from hf_packfree.verify.model_source import build_model
-from hf_packfree.verify.report import (
+from hf_packfree.verify.packing_report import (
     LIMITS,
     Limits,
     Measurement,

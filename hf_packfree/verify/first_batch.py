@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import BlindMeasurement, LeakDetected
 from hf_packfree.models.entry import UNREAD
-from hf_packfree.models.mrope import RowMedia, media_of
+from hf_packfree.models.rope_index import RowMedia, media_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence, shard_of, unpad
 from hf_packfree.packing.media import Media, media_offsets
 from hf_packfree.packing.tree import Tree
-from hf_packfree.verify.documents import media_tokens
+from hf_packfree.verify.packing_report import limits_for, relative_rms
+from hf_packfree.verify.random_documents import media_tokens
 from hf_packfree.verify.ranks import Ranks, settings_of
-from hf_packfree.verify.report import limits_for, relative_rms
 
 
 def first_batch_influence(

@@ -19,7 +19,8 @@ from hf_packfree.errors import BlindMeasurement
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.models.vision_language import FEATURES
-from hf_packfree.verify.documents import (
+from hf_packfree.verify.packing_report import Measurement, autocast_dtype, relative_rms
+from hf_packfree.verify.random_documents import (
     MediaDocuments,
     TextDocuments,
     TreeDocuments,
@@ -27,7 +28,6 @@ from hf_packfree.verify.documents import (
     media_tokens,
 )
 from hf_packfree.verify.ranks import Ranks, settings_of
-from hf_packfree.verify.report import Measurement, autocast_dtype, relative_rms
 
 
 class Probe:

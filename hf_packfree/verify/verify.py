@@ -19,9 +19,9 @@ from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.patching.unlisted import name_of, text_model, why_not_patched
 from hf_packfree.verify.model_source import build_model
+from hf_packfree.verify.packing_report import Limits, Measurement, PackingReport, limits_for
 from hf_packfree.verify.probe import Probe, prepared
 from hf_packfree.verify.ranks import settings_of
-from hf_packfree.verify.report import Limits, Measurement, PackingReport, limits_for
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
 """Documents shorter than the convolution, around the 64-token chunk, and of one token."""

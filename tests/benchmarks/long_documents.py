@@ -29,7 +29,7 @@ from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, parallel_segments
 from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, walk_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
-from hf_packfree.ops.fla import CHUNK
+from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence
 from tests.benchmarks.timing import Clock, Results
 from tests.support import relative_rms

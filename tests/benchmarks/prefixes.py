@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packfree.data import PrefixRow, pack_prefixes
-from hf_packfree.ops.tree import gather
+from hf_packfree.ops.tree_paths import gather
 from hf_packfree.packing import PackedSequence
 from tests.benchmarks.batches import random_tokens
 from tests.benchmarks.machine import machine

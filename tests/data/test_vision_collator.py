@@ -16,11 +16,10 @@ from packaging.version import Version
 from torch.nn import functional as F
 
 from hf_packfree import apply_patches
-from hf_packfree.data import PackedVisionCollator
-from hf_packfree.data import documents as documents_room
+from hf_packfree.data import PackedVisionCollator, examples
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models import compat
-from hf_packfree.models.mrope import RowMedia, document_positions, rope_source
+from hf_packfree.models.rope_index import RowMedia, document_positions, rope_source
 from hf_packfree.packing import Batch, PackingInputs, resolve_boundaries
 from tests.data.processors import (
     Tiny25VL,
@@ -54,7 +53,7 @@ OLD_MASK = Version(transformers.__version__) < Version("5.18")
 
 def alone(processor, one):
     """What the processor makes of one example."""
-    messages = documents_room.messages_of(one)
+    messages = examples.messages_of(one)
     return processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt"
     )
@@ -107,7 +106,7 @@ def test_labels_of_the_assistant_alone(processor):
 
 def test_an_old_mask_of_the_assistant_is_refused(processor, monkeypatch):
     collator = PackedVisionCollator(processor, assistant_only_loss=True)
-    monkeypatch.setattr(documents_room.metadata, "version", lambda name: "5.17.0")
+    monkeypatch.setattr(examples.metadata, "version", lambda name: "5.17.0")
     assert (collator(EXAMPLES[1:2])["labels"] != -100).sum() == 3, (
         "text alone is right in all releases"
     )
@@ -209,12 +208,12 @@ def test_a_row_has_the_loss_of_its_documents_alone(family):
     model = apply_patches(copy.deepcopy(plain))
     for config in (None, plain.config):
         collator = PackedVisionCollator(processor, pad_to_multiple_of=16, config=config)
-        for examples in (given, [*given[:2], *given[3:]]):
-            row, total, count = collator(examples), 0.0, 0
+        for some in (given, [*given[:2], *given[3:]]):
+            row, total, count = collator(some), 0.0, 0
             assert ("position_ids" in row) == (
-                config is not None or examples is not given
+                config is not None or some is not given
             ) or compat.IMAGES_COUNT_SECONDS
-            for one in examples:
+            for one in some:
                 labels = collator.document(one).labels
                 logits = plain(**keep(alone(processor, one)), use_cache=False).logits[0, :-1]
                 total, count = (

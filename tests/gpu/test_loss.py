@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.loss import chunks, linear_cross_entropy
+from hf_packfree.ops.loss import chunked_loss, linear_cross_entropy
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, packed_row, small
 from tests.support import relative_rms
@@ -37,7 +37,7 @@ def outcome(dtype, backend, kept=1.0):
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "_ELEMENTS", {"cuda": 2048 * WORDS})
+    monkeypatch.setattr(chunked_loss, "_ELEMENTS", {"cuda": 2048 * WORDS})
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.3])

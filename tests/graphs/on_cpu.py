@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.graphs.gradients import Address
+from hf_packfree.graphs.gradient_buffers import Address
 
 
 def tensor_at(address: Address, like: Tensor) -> Tensor:

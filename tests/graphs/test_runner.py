@@ -15,9 +15,9 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.graphs import capture, gradients, plans, runner
+from hf_packfree.graphs import capture, captured_sequence, gradient_buffers, runner
 from hf_packfree.graphs.settings import Settings, why_not
-from hf_packfree.models import graphs as of_models
+from hf_packfree.models import captured_layers
 from hf_packfree.models.qwen3_5 import tiny_config
 from hf_packfree.models.same_batch import setup_of
 from hf_packfree.models.state import Kernels, state_of
@@ -34,7 +34,7 @@ class Again(capture.Graph):
         self.body = body
         grads = torch.autograd.grad(body(*self.inputs).sum(), self.parameters, allow_unused=True)
         self.written = [None if grad is None else grad.clone() for grad in grads]
-        self.gradients = gradients.Gradients(self.parameters, self.written, self.written)
+        self.gradients = gradient_buffers.Gradients(self.parameters, self.written, self.written)
 
     def run_forward(self, inputs):
         # activations lie where gradients of rows before did
@@ -84,12 +84,12 @@ def _become(self, packed):
 def on_a_cpu(monkeypatch):
     """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
     monkeypatch.setattr(runner, "Graph", Again)
-    monkeypatch.setattr(gradients, "tensor_at", on_cpu.tensor_at)
+    monkeypatch.setattr(gradient_buffers, "tensor_at", on_cpu.tensor_at)
     monkeypatch.setattr(runner, "Pool", OnACPU)
-    monkeypatch.setattr(plans.CapturedSequence, "become", _become)
+    monkeypatch.setattr(captured_sequence.CapturedSequence, "become", _become)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
-    monkeypatch.setattr(of_models, "_is_training_step", lambda trunk, row: trunk.training)
-    monkeypatch.setattr(of_models, "_unbounded", lambda trunk: None)
+    monkeypatch.setattr(captured_layers, "_is_training_step", lambda trunk, row: trunk.training)
+    monkeypatch.setattr(captured_layers, "_unbounded", lambda trunk: None)
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
 
@@ -106,7 +106,7 @@ def model():
     return apply_patches(Qwen3_5ForCausalLM(tiny_config()).train(), cuda_graphs="auto")
 
 
-UNBOUNDED = of_models._unbounded
+UNBOUNDED = captured_layers._unbounded
 ROWS = (30, 20, 7), (9, 9, 9, 9, 21), (56, 1), (3, 50)
 
 
@@ -143,7 +143,7 @@ def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
 
 def test_offsets_of_the_row_before_would_be_seen(model, monkeypatch):
     """The control: the row's own tokens on the record that the graph was captured with."""
-    monkeypatch.setattr(plans.CapturedSequence, "become", lambda self, packed: None)
+    monkeypatch.setattr(captured_sequence.CapturedSequence, "become", lambda self, packed: None)
     captured, other = (30, 20, 7), (9, 27, 21)
     for _ in range(2):
         hidden(model, captured).sum().backward()
@@ -552,9 +552,9 @@ def test_a_row_that_ran_elsewhere_leaves_no_look_behind(model):
 
 def test_a_plan_that_is_no_table_is_given_up(model, monkeypatch):
     def refuses(self, packed):
-        raise plans.OtherPlan
+        raise captured_sequence.OtherPlan
 
-    monkeypatch.setattr(plans.CapturedSequence, "become", refuses)
+    monkeypatch.setattr(captured_sequence.CapturedSequence, "become", refuses)
     for _ in range(4):
         hidden(model, ROWS[0]).sum().backward()
     assert not of(model).graphs and of(model).replayed == 0
@@ -569,7 +569,7 @@ def test_ranks_do_not_compare_their_graphs(model):
 
 
 def test_backends_that_nobody_tried_with_empty_documents_run_without(model, monkeypatch):
-    monkeypatch.setattr(of_models, "_unbounded", UNBOUNDED)
+    monkeypatch.setattr(captured_layers, "_unbounded", UNBOUNDED)
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
     assert of(model).replayed == 0

@@ -11,7 +11,7 @@ import torch
 
 from hf_packfree import apply_patches
 from hf_packfree.models import compat
-from hf_packfree.models.mrope import RowMedia, audio_tokens, document_positions
+from hf_packfree.models.rope_index import RowMedia, audio_tokens, document_positions
 from tests.support import gradients, relative_rms
 from tests.vision import END, IMAGE, PATCH, START, VIDEO, tiny_vision
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches
-from hf_packfree.models.mrope import rope_source
+from hf_packfree.models.rope_index import rope_source
 from tests.models import omni
 from tests.models.padded import worst_gradient
 from tests.ranks import two_ranks

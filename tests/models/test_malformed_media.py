@@ -9,7 +9,7 @@ from hf_packfree import apply_patches
 from hf_packfree.data import PackedVisionCollator
 from hf_packfree.errors import BoundaryError
 from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
-from hf_packfree.models.mrope import RowMedia
+from hf_packfree.models.rope_index import RowMedia
 from tests.support import by_family
 from tests.vision import document, image, media_arguments, packed_batch, tiny_vision, token_types
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches
-from hf_packfree.ops import delta_rule, fla
+from hf_packfree.ops import delta_rule, fla_support
 from hf_packfree.packing import PackedSequence
 from tests.support import checkpoint_layers, tiny
 
@@ -44,7 +44,7 @@ def counted(monkeypatch):
         return cached(packed, built, *arguments)
 
     def run(q, k, v, g, beta, packed, qk_l2norm):
-        assert fla.chunk_indices(packed)["chunk_indices"].shape[1] == 2
+        assert fla_support.chunk_indices(packed)["chunk_indices"].shape[1] == 2
         return rule.run(q, k, v, g, beta, packed, qk_l2norm)
 
     monkeypatch.setattr(PackedSequence, "from_lengths", classmethod(counting))

@@ -16,7 +16,7 @@ from hf_packfree.errors import BoundaryConflict, BoundaryError, CacheConflict, U
 from hf_packfree.models import vision_language
 from hf_packfree.models.base import upstream_of
 from hf_packfree.models.compat import CACHE
-from hf_packfree.models.mrope import RowMedia
+from hf_packfree.models.rope_index import RowMedia
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,

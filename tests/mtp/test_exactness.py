@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_packfree import apply_patches
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.mtp import head, loss, training
+from hf_packfree.mtp import depth_losses, head, training
 from hf_packfree.packing import PackedSequence
 from tests.mtp import heads
 from tests.mtp.heads import (
@@ -89,7 +89,7 @@ def test_the_control_rolled_over_the_row_is_off(depth, monkeypatch):
         return head_ahead(row, PackedSequence.from_lengths([packed.num_tokens]), by, fill)
 
     head_ahead = head.ahead
-    for module in (head, loss):
+    for module in (head, depth_losses):
         monkeypatch.setattr(module, "ahead", over_the_row)
     monkeypatch.setattr(
         training,
@@ -234,7 +234,9 @@ def test_logits_of_the_whole_row_are_never_made(backend):
     states = [torch.randn(1, tokens, width, requires_grad=True) for _ in range(2)]
     targets, state = torch.randint(words, (1, tokens)), PatchState(elsewhere=Kernels(loss=backend))
     with Largest() as largest:
-        sum(loss.depth_losses(states, targets, row, layer, state, detach=True).sums).backward()
+        sum(
+            depth_losses.depth_losses(states, targets, row, layer, state, detach=True).sums
+        ).backward()
     assert (largest.size <= tokens * words // 2) == (backend == "torch"), "the control makes them"
     assert states[1].grad is not None and layer.weight.grad is None
 

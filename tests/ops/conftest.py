@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_packfree.ops.loss import chunks
+from hf_packfree.ops.loss import chunked_loss
 
 
 @pytest.fixture(autouse=True)
@@ -22,5 +22,5 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of logits has 32 tokens of 50 words."""
-    monkeypatch.setattr(chunks, "_ELEMENTS_ELSEWHERE", 32 * 50)
-    monkeypatch.setattr(chunks, "_FEWEST", 1)
+    monkeypatch.setattr(chunked_loss, "_ELEMENTS_ELSEWHERE", 32 * 50)
+    monkeypatch.setattr(chunked_loss, "_FEWEST", 1)

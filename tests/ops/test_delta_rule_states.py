@@ -17,7 +17,7 @@ from hf_packfree.ops.delta_rule import (
 )
 from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, walk_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
-from hf_packfree.ops.fla import CHUNK
+from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence
 from tests.ops.test_delta_rule import make_inputs
 from tests.support import relative_rms

@@ -10,8 +10,8 @@ from hf_packfree import PackedSequence
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.ops.delta_rule import gated_delta_rule_with_states
 from hf_packfree.ops.fused import projections
+from hf_packfree.ops.fused.computed_weights import scaled
 from hf_packfree.ops.fused.lora import Adapter, LoraLinear
-from hf_packfree.ops.fused.weights import scaled
 from hf_packfree.ops.kda import kda
 from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
 from hf_packfree.ops.ssd import ssd

@@ -12,9 +12,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.ops.fused import projections
+from hf_packfree.ops.fused.computed_weights import ComputedWeight
 from hf_packfree.ops.fused.lora import Adapter, AdapterGroup, LoraLinear
 from hf_packfree.ops.fused.lora_products import Products
-from hf_packfree.ops.fused.weights import ComputedWeight
 from tests.support import relative_rms
 
 T, D = 37, 24

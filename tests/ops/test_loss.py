@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedInput
-from hf_packfree.ops.loss import Targets, chunks, lazy_logits, linear_cross_entropy
+from hf_packfree.ops.loss import Targets, chunked_loss, lazy_logits, linear_cross_entropy
 from tests.support import relative_rms
 
 TOKENS, SIZE, WORDS = 90, 16, 50
@@ -93,7 +93,7 @@ def test_what_needs_no_gradient_gets_none():
     x, weight = leaves()
     weight.requires_grad_(False)
     (found,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets(1.0)), x)
-    frozen = chunks.loss_and_gradients(
+    frozen = chunked_loss.loss_and_gradients(
         x.detach().flatten(0, 1),
         weight,
         None,
@@ -140,13 +140,13 @@ def test_one_chunk_at_a_time_has_logits():
     x, weight = leaves()
     with Largest() as seen:
         linear_cross_entropy(x, weight, targets(1.0)).backward()
-    assert seen.rows == 30 == chunks.rows_of_a_chunk(TOKENS, WORDS, "cpu")
+    assert seen.rows == 30 == chunked_loss.rows_of_a_chunk(TOKENS, WORDS, "cpu")
 
 
 @pytest.mark.parametrize("tokens, wanted", [(2000, 1), (2049, 2), (5559, 3), (8193, 4), (32768, 8)])
 def test_few_tokens_are_cut_into_few_chunks(tokens, wanted):
     """Each adds its part to the fp32 gradient of the weight, all of which is read and written."""
-    assert -(-tokens // chunks.rows_of_a_chunk(tokens, 248_320, "cuda")) == wanted
+    assert -(-tokens // chunked_loss.rows_of_a_chunk(tokens, 248_320, "cuda")) == wanted
 
 
 def test_hooks_see_and_change_the_gradient_of_unread_logits():

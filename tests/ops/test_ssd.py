@@ -283,5 +283,5 @@ def test_on_a_cpu_torch_runs(monkeypatch):
     assert "this is a cpu" in OP.backends["fla"].unusable(Target("cpu"))
     monkeypatch.setattr(backend, "needs_cuda", lambda target: None)
     monkeypatch.setattr(room.fla, "needs_fla", lambda target: None)
-    monkeypatch.setattr("hf_packfree.ops.fla.installed", lambda package: "3.6.0")
+    monkeypatch.setattr("hf_packfree.ops.fla_support.installed", lambda package: "3.6.0")
     assert "refuses to run on Hopper with triton 3.6.0" in room.fla.unusable(GPU)

@@ -17,15 +17,15 @@ from hf_packfree import PackedSequence, apply_patches, verify_packing
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import context_parallel, vision_language
 from hf_packfree.models.head_loss import LossOfCall
-from hf_packfree.models.mrope import rope_source
+from hf_packfree.models.rope_index import rope_source
 from hf_packfree.models.sharded_media import mark_kept
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.mtp import MTPOptions, training
 from hf_packfree.packing import pad_row, shard_row
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.attention import SHARED, attend_by_heads
-from hf_packfree.verify.documents import media_source
 from hf_packfree.verify.first_batch import first_batch_influence
+from hf_packfree.verify.random_documents import media_source
 from hf_packfree.verify.verify import LENGTHS
 from tests import vision
 from tests.models import omni

@@ -11,7 +11,7 @@ from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.mtp import MTPOptions
 from hf_packfree.packing import shard_row
-from hf_packfree.trainer.run import Counts
+from hf_packfree.trainer.training_run import Counts
 from tests.mtp.heads import build
 from tests.parallel.model_ranks import measured
 from tests.parallel.ranks import batch_of, step, worst

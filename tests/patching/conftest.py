@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops import attention, backend, conv, delta_rule, fla, ssd
+from hf_packfree.ops import attention, backend, conv, delta_rule, fla_support, ssd
 from hf_packfree.patching import invariance, report
 from tests.patching.machines import INSTALLED
 
@@ -44,14 +44,14 @@ def gpu(monkeypatch):
         def find_spec(name):
             return object() if modules.get(name) in packages else None
 
-        readers = (fla, backend, conv.dao, delta_rule.flash_qla, ssd.mamba_ssm, invariance)
+        readers = (fla_support, backend, conv.dao, delta_rule.flash_qla, ssd.mamba_ssm, invariance)
         for module in readers:
             monkeypatch.setattr(module, "installed", packages.get)
         for module in (one for one in readers if hasattr(one, "find_spec")):
             monkeypatch.setattr(module, "find_spec", find_spec)
         monkeypatch.setattr(backend, "import_module", import_module)
         forget()
-        monkeypatch.setattr(fla, "has_nvcc", lambda: nvcc)
+        monkeypatch.setattr(fla_support, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(delta_rule.flash_qla, "has_nvcc", lambda: nvcc)
         monkeypatch.setattr(
             attention.cudnn, "takes", lambda head_size, device: device.type == "cuda"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_packfree.ops import backend, fla
+from hf_packfree.ops import backend, fla_support
 from hf_packfree.ops.backend import Target
 from hf_packfree.ops.ssd import fla as ssd_by_fla
 from hf_packfree.patching.backends import choose_backends
@@ -51,11 +51,11 @@ def test_hopper_with_a_triton_of_another_name(monkeypatch):
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(backend, "version", version)
-    monkeypatch.setattr(fla, "find_spec", lambda name: None)
+    monkeypatch.setattr(fla_support, "find_spec", lambda name: None)
     for found, wrong in (("3.6.0", True), ("3.7.1", False)):
         monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=found))
         assert backend.installed("triton") == found
-        reason = fla.wrong_on_hopper(Target("cuda", (9, 0)))
+        reason = fla_support.wrong_on_hopper(Target("cuda", (9, 0)))
         assert (reason is not None and "with triton 3.6.0" in reason) == wrong
     assert backend.installed("no-such-package") is None
 

@@ -24,7 +24,7 @@ from hf_packfree.ops.attention import (
 from hf_packfree.ops.backend import Backend, LongDocuments, Target
 from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.op import AcrossRanks, Op
-from hf_packfree.ops.tree import attend_along_paths
+from hf_packfree.ops.tree_paths import attend_along_paths
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packfree.ops.attention.torch_native import round_up
-from hf_packfree.ops.tree import gather
+from hf_packfree.ops.tree_paths import gather
 from hf_packfree.packing import PackedSequence, uncompiled
 
 

@@ -14,7 +14,7 @@ from hf_packfree.ops.conv import causal_conv1d as dao
 from hf_packfree.ops.conv import torch_native, triton_native
 from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.op import AcrossRanks, Op
-from hf_packfree.ops.tree import convolve_along_paths
+from hf_packfree.ops.tree_paths import convolve_along_paths
 from hf_packfree.packing import PackedSequence
 
 NORM_EPS = 1e-6

@@ -25,7 +25,7 @@ from hf_packfree.ops.delta_rule.reference import (
 from hf_packfree.ops.delta_rule.segments import Scans
 from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.op import AcrossRanks, Op
-from hf_packfree.ops.tree import delta_rule_along_paths
+from hf_packfree.ops.tree_paths import delta_rule_along_paths
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
 

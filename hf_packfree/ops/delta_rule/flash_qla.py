@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, needs_half, too_old
-from hf_packfree.ops.fla import CHUNK, plan_chunks
+from hf_packfree.ops.fla_support import CHUNK, plan_chunks
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc
 from hf_packfree.packing import PackedSequence, uncompiled

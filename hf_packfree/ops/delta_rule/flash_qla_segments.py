@@ -19,7 +19,7 @@ from hf_packfree.ops.delta_rule import flash_qla
 from hf_packfree.ops.delta_rule.flash_qla import planned_cu_seqlens
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Segments, plan_segments, walk_segments
-from hf_packfree.ops.fla import CHUNK
+from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence, uncompiled
 
 Saved = tuple[Tensor, ...]

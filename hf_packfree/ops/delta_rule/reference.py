@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.chunked.norms import NORM_EPS
+from hf_packfree.ops.chunked.l2norm import NORM_EPS
 from hf_packfree.packing import PackedSequence
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_packfree.ops.backend import block_width
-from hf_packfree.ops.fla import CHUNK
+from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence

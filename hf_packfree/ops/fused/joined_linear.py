@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from hf_packfree.ops.backend import BATCH_INVARIANT, HALF
 from hf_packfree.ops.fused.add_norm import take_padded
+from hf_packfree.ops.fused.computed_weights import ComputedWeight, Weights
 from hf_packfree.ops.fused.linear import (
     NARROW,
     autocast_as_in_forward,
@@ -35,7 +36,6 @@ from hf_packfree.ops.fused.lora import (
     spare_columns,
 )
 from hf_packfree.ops.fused.lora_products import cat, on_tensor_cores
-from hf_packfree.ops.fused.weights import ComputedWeight, Weights
 
 Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | None]]
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
+from hf_packfree.ops.fused.computed_weights import Weight, materialize
 from hf_packfree.ops.fused.lora_products import (
     Products,
     cat,
     on_tensor_cores,
     products_for,
 )
-from hf_packfree.ops.fused.weights import Weight, materialize
 
 # elements; what kernels know to divide the distance of rows, they load and store in vectors
 _ALIGNED = 16

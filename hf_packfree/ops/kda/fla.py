@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.fla import broken_fla, needs_fla
+from hf_packfree.ops.fla_support import broken_fla, needs_fla
 from hf_packfree.packing import PackedSequence, uncompiled
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from hf_packfree.ops.backend import Backend, needs_triton
-from hf_packfree.ops.loss.chunks import Targets
+from hf_packfree.ops.loss.chunked_loss import Targets
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
 from hf_packfree.ops.loss.logits import lazy_logits, loss_of
 from hf_packfree.ops.loss.softmax import SoftmaxGradient, softmax_gradient, triton_softmax_gradient

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_packfree.ops.backend import Backend, needs_triton
-from hf_packfree.ops.loss.chunks import (
+from hf_packfree.ops.loss.chunked_loss import (
     Gradients,
     Sums,
     Targets,

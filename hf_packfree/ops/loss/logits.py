@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.nn.functional import linear, one_hot
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.ops.loss.chunks import Gradients, Targets, choose, loss_and_gradients, scaled
+from hf_packfree.ops.loss.chunked_loss import Gradients, Targets, choose, loss_and_gradients, scaled
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
 from hf_packfree.ops.loss.statistics import Wanted

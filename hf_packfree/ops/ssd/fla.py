@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.fla import broken_fla, needs_fla, refuses_on_hopper
+from hf_packfree.ops.fla_support import broken_fla, needs_fla, refuses_on_hopper
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, VERSIONS
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_packfree.ops import conv_delta_rule
 from hf_packfree.ops.fused import joined_linear
-from hf_packfree.ops.fused.weights import Weights
+from hf_packfree.ops.fused.computed_weights import Weights
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
 from tests.integrations.test_peft import quantised

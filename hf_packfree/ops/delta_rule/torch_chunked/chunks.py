@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.chunked.decays import make_decays
-from hf_packfree.ops.chunked.norms import normalise
+from hf_packfree.ops.chunked.l2norm import normalise
 from hf_packfree.ops.chunked.scan import Output, Update
 from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.ops.chunked.solve import unit_lower_inverse

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.chunked.norms import normalise_backward
+from hf_packfree.ops.chunked.l2norm import normalise_backward
 from hf_packfree.ops.chunked.scan import Output, Update
 from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.ops.delta_rule.torch_chunked.chunks import Gates, Units, times

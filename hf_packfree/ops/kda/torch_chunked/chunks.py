@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.chunked.norms import normalise, normalise_backward
+from hf_packfree.ops.chunked.l2norm import normalise, normalise_backward
 from hf_packfree.ops.chunked.scan import Output, Update
 from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.ops.chunked.solve import unit_lower_inverse

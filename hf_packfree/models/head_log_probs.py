@@ -21,7 +21,7 @@ from hf_packfree.models.head_loss import gathered
 from hf_packfree.models.plain_layers import is_hooked
 from hf_packfree.ops.backend import Target, needs_triton
 from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
-from hf_packfree.ops.loss.chunks import rows_of_a_chunk
+from hf_packfree.ops.loss.chunked_loss import rows_of_a_chunk
 from hf_packfree.ops.loss.statistics import measured
 
 

@@ -14,16 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_packfree.bench.documents import (
-    documents_of,
-    illustrated,
-    packed,
-    packed_media,
-    padded,
-    padded_media,
-)
-from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, ran_out, threads
-from hf_packfree.bench.report import (
+from hf_packfree.bench.candidates import (
     BASE,
     OPTIONAL,
     BenchOptions,
@@ -32,13 +23,22 @@ from hf_packfree.bench.report import (
     Options,
     Progress,
 )
+from hf_packfree.bench.lengths import (
+    documents_of,
+    illustrated,
+    packed,
+    packed_media,
+    padded,
+    padded_media,
+)
+from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, ran_out, threads
 from hf_packfree.bench.shapes import model_of
 from hf_packfree.errors import UnsupportedInput, in_short
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
-from hf_packfree.verify.documents import media_source
+from hf_packfree.verify.random_documents import media_source
 
 UPSTREAM_KERNELS = ("causal-conv1d", "fla-core", "flash-linear-attention", "kernels")
 """Distributions whose kernels transformers' own layers use if they are installed."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.mrope import RowMedia, packed_positions
-from hf_packfree.verify.documents import media_tokens
+from hf_packfree.models.rope_index import RowMedia, packed_positions
+from hf_packfree.verify.random_documents import media_tokens
 
 DISTRIBUTIONS: dict[str, str] = {
     "instructions": "log-normal: eight documents fill a padded batch to 34%",

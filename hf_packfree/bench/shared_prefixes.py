@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.bench.documents import documents_of
-from hf_packfree.bench.report import Measured, Options, Progress
-from hf_packfree.bench.run import Runner, in_turns, memory_for, patched_model, what_ran
+from hf_packfree.bench.candidates import Measured, Options, Progress
+from hf_packfree.bench.lengths import documents_of
+from hf_packfree.bench.turns import Runner, in_turns, memory_for, patched_model, what_ran
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.log_probs import token_log_probs
-from hf_packfree.ops.tree import gather
+from hf_packfree.models.head_log_probs import token_log_probs
+from hf_packfree.ops.tree_paths import gather
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import Tree
 

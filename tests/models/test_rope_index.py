@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
-from hf_packfree.models.mrope import (
+from hf_packfree.models.rope_index import (
     RowMedia,
     audio_tokens,
     document_positions,

@@ -18,8 +18,8 @@ from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.trainer.flops import FlopsPerToken, peak_of
-from hf_packfree.verify.documents import media_source
 from hf_packfree.verify.first_batch import first_batch_influence, in_process_group, observers_of
+from hf_packfree.verify.random_documents import media_source
 
 logger = logging.getLogger("hf_packfree")
 PATIENCE = 16

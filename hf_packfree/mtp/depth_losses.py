@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from hf_packfree.models.head_loss import as_multiplied
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.state import PatchState
+from hf_packfree.mtp.gathered_weights import Weights, readable_weights
 from hf_packfree.mtp.head import ahead
-from hf_packfree.mtp.weights import Weights, readable_weights
 from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import sum_over_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_packfree.bench import TreeOptions, TreeReport, read_tree, run_tree_bench
-from hf_packfree.bench.report import Candidate
-from hf_packfree.bench.tree import _packed, _shared
+from hf_packfree.bench.candidates import Candidate
+from hf_packfree.bench.shared_prefixes import _packed, _shared
 from hf_packfree.cli import main
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from tests.support import relative_rms, tiny

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.models.mrope import RowMedia, media_of
+from hf_packfree.models.rope_index import RowMedia, media_of
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import Tree

@@ -18,7 +18,7 @@ from hf_packfree.ops import delta_rule as rule_room
 from hf_packfree.ops.attention import attention, attention_with_history
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv
 from hf_packfree.ops.delta_rule import gated_delta_rule, gated_delta_rule_with_states
-from hf_packfree.ops.tree import gather
+from hf_packfree.ops.tree_paths import gather
 from hf_packfree.packing import PackedSequence
 from tests.support import relative_rms
 from tests.trees import CHAIN, GROUP, TURNS, forests

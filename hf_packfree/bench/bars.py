@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_packfree.bench.report import BenchReport
+from hf_packfree.bench.candidates import BenchReport
 
 BLUE = "#0072B2"
 """Of patched, by Okabe and Ito: not grey for colour-blind people and in print."""
