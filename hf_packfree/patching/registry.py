@@ -5,6 +5,7 @@ models/ with its tiny config.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,23 +20,13 @@ from hf_packfree.patching.rows import (
     from_upstream,
     kimi,
     mamba_or_attention,
+    vision_tower,
+    with_file,
 )
 from hf_packfree.patching.tiny_mamba2 import TINY
 from hf_packfree.patching.unlisted import family_of_patched
 
 _AUDIO = "a short audio depends on the others of the call, before transformers 5.9 on all they hold"
-_TOWER = "one attention call a layer instead of one an image"
-_DELTA_NET = ("conv", "delta_rule", "fused")
-_ATTENTION = ("attention", "fused")
-
-
-def _vision_tower(names: str, cls: str = "Model") -> Tower:
-    """Return the tower whose classes' names begin alike, as those of most families do."""
-    return Tower(
-        f"{names}{cls}", f"{names}Attention", _TOWER, (f"{names}PatchEmbed", f"{names}Block")
-    )
-
-
 _WINDOWS = ("full_attention", "sliding_attention")
 _LATENT: dict[str, Any] = {
     "kv_lora_rank": 16,
@@ -48,110 +39,81 @@ _LATENT: dict[str, Any] = {
 }
 """Of tiny models with multi-head latent attention, and experts."""
 _HYBRID = _LATENT | {"layer_types": ["linear_attention", "full_attention"] * 2}
-_GATED_DELTA_NET = Mixer("linear_attention", "linear_attn", "GatedDeltaNet", _DELTA_NET)
+_GATED_DELTA_NET = Mixer(
+    "linear_attention", "linear_attn", "GatedDeltaNet", ("conv", "delta_rule", "fused")
+)
+_ATTENTION = Mixer("full_attention", "self_attn", "Attention", ("attention", "fused"))
 _SHORT_CONV = Mixer("conv", "conv", "ShortConv", ("conv",))
 
 ROWS: tuple[Family, ...] = (
-    Family(
-        name="qwen3_5",
-        upstream="transformers.models.qwen3_5.modeling_qwen3_5",
-        replacement="hf_packfree.models.qwen3_5",
-        causal_lm="Qwen3_5ForCausalLM",
-        trunk="Qwen3_5TextModel",
-        layers=("Qwen3_5DecoderLayer",),
-        mixers=(
-            Mixer("linear_attention", "linear_attn", "Qwen3_5GatedDeltaNet", _DELTA_NET),
-            Mixer("full_attention", "self_attn", "Qwen3_5Attention", _ATTENTION),
-        ),
+    with_file(
+        "qwen3_5",
+        "Qwen3_5",
+        _GATED_DELTA_NET,
+        _ATTENTION,
+        text="TextModel",
         fused_layer=True,
-        vision_language="Qwen3_5Model",
-        towers=(_vision_tower("Qwen3_5Vision"),),
+        vision_language="Model",
+        towers=(vision_tower(),),
         predicts_ahead=True,
     ),
-    Family(
-        name="qwen3_5_moe",
-        upstream="transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
-        replacement="hf_packfree.models.qwen3_5_moe",
-        causal_lm="Qwen3_5MoeForCausalLM",
-        trunk="Qwen3_5MoeTextModel",
-        layers=("Qwen3_5MoeDecoderLayer",),
-        mixers=(
-            Mixer("linear_attention", "linear_attn", "Qwen3_5MoeGatedDeltaNet", _DELTA_NET),
-            Mixer("full_attention", "self_attn", "Qwen3_5MoeAttention", _ATTENTION),
-        ),
+    with_file(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        _GATED_DELTA_NET,
+        _ATTENTION,
+        text="TextModel",
         fused_layer=True,
-        vision_language="Qwen3_5MoeModel",
-        towers=(_vision_tower("Qwen3_5MoeVision"),),
+        vision_language="Model",
+        towers=(vision_tower(),),
         predicts_ahead=True,
     ),
-    Family(
-        name="qwen3_next",
-        upstream="transformers.models.qwen3_next.modeling_qwen3_next",
-        replacement="hf_packfree.models.qwen3_next",
-        causal_lm="Qwen3NextForCausalLM",
-        trunk="Qwen3NextModel",
-        layers=("Qwen3NextDecoderLayer",),
-        mixers=(
-            Mixer("linear_attention", "linear_attn", "Qwen3NextGatedDeltaNet", _DELTA_NET),
-            Mixer("full_attention", "self_attn", "Qwen3NextAttention", _ATTENTION),
-        ),
+    with_file(
+        "qwen3_next",
+        "Qwen3Next",
+        _GATED_DELTA_NET,
+        _ATTENTION,
         fused_layer=True,
         predicts_ahead=True,
     ),
-    Family(
-        name="qwen3_vl",
-        upstream="transformers.models.qwen3_vl.modeling_qwen3_vl",
-        replacement="hf_packfree.models.qwen3_vl",
-        causal_lm="Qwen3VLForConditionalGeneration",
-        trunk="Qwen3VLTextModel",
-        layers=("Qwen3VLTextDecoderLayer",),
-        mixers=(Mixer("full_attention", "self_attn", "Qwen3VLTextAttention", _ATTENTION),),
-        vision_language="Qwen3VLModel",
-        towers=(_vision_tower("Qwen3VLVision"),),
+    *(
+        with_file(
+            name,
+            classes,
+            replace(_ATTENTION, cls="TextAttention"),
+            causal_lm="ForConditionalGeneration",
+            text="TextModel",
+            layers=("TextDecoderLayer",),
+            vision_language="Model",
+            towers=(vision_tower(),),
+        )
+        for name, classes in (("qwen3_vl", "Qwen3VL"), ("qwen3_vl_moe", "Qwen3VLMoe"))
     ),
-    Family(
-        name="qwen3_vl_moe",
-        upstream="transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
-        replacement="hf_packfree.models.qwen3_vl_moe",
-        causal_lm="Qwen3VLMoeForConditionalGeneration",
-        trunk="Qwen3VLMoeTextModel",
-        layers=("Qwen3VLMoeTextDecoderLayer",),
-        mixers=(Mixer("full_attention", "self_attn", "Qwen3VLMoeTextAttention", _ATTENTION),),
-        vision_language="Qwen3VLMoeModel",
-        towers=(_vision_tower("Qwen3VLMoeVision"),),
-    ),
-    Family(
-        name="qwen2_5_vl",
-        upstream="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-        replacement="hf_packfree.models.qwen2_5_vl",
-        causal_lm="Qwen2_5_VLForConditionalGeneration",
-        trunk="Qwen2_5_VLTextModel",
-        layers=("Qwen2_5_VLDecoderLayer",),
-        mixers=(Mixer("full_attention", "self_attn", "Qwen2_5_VLAttention", _ATTENTION),),
-        vision_language="Qwen2_5_VLModel",
+    with_file(
+        "qwen2_5_vl",
+        "Qwen2_5_",
+        replace(_ATTENTION, cls="VLAttention"),
+        causal_lm="VLForConditionalGeneration",
+        text="VLTextModel",
+        layers=("VLDecoderLayer",),
+        vision_language="VLModel",
         towers=(
-            Tower(
-                "Qwen2_5_VisionTransformerPretrainedModel",
-                "Qwen2_5_VLVisionAttention",
-                _TOWER,
-                ("Qwen2_5_VisionPatchEmbed",),
+            vision_tower(
+                "VisionTransformerPretrainedModel", "VLVisionAttention", ("VisionPatchEmbed",)
             ),
         ),
     ),
-    Family(
-        name="qwen3_omni_moe",
-        upstream="transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe",
-        replacement="hf_packfree.models.qwen3_omni_moe",
-        causal_lm="Qwen3OmniMoeThinkerForConditionalGeneration",
-        trunk="Qwen3OmniMoeThinkerTextModel",
-        layers=("Qwen3OmniMoeThinkerTextDecoderLayer",),
-        mixers=(
-            Mixer("full_attention", "self_attn", "Qwen3OmniMoeThinkerTextAttention", _ATTENTION),
-        ),
-        vision_language=None if compat.THINKER_HOLDS_TOWERS else "Qwen3OmniMoeThinkerModel",
+    with_file(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoe",
+        replace(_ATTENTION, cls="ThinkerTextAttention"),
+        causal_lm="ThinkerForConditionalGeneration",
+        text="ThinkerTextModel",
+        layers=("ThinkerTextDecoderLayer",),
+        vision_language=None if compat.THINKER_HOLDS_TOWERS else "ThinkerModel",
         towers=(
-            _vision_tower("Qwen3OmniMoeVision", "Encoder"),
-            Tower("Qwen3OmniMoeAudioEncoder", "Qwen3OmniMoeAudioAttention", _AUDIO, optional=False),
+            vision_tower("VisionEncoder"),
+            Tower("AudioEncoder", "AudioAttention", _AUDIO, optional=False),
         ),
     ),
     attention_only("llama", "Llama"),

@@ -1,4 +1,4 @@
-"""Rows of families whose classes `hf_packfree.models.from_upstream` makes from transformers'."""
+"""Rows of families whose class names share a prefix, which is written once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from hf_packfree.models import compat
-from hf_packfree.patching.family import Family, Mixer
+from hf_packfree.patching.family import Family, Mixer, Tower
 from hf_packfree.patching.tiny_mamba2 import TINY
 
 MAMBA = ("conv", "ssd")
 """What Mamba-2 calls."""
+_TOWER = "one attention call a layer instead of one an image"
 
 
 def from_upstream(
@@ -18,30 +19,60 @@ def from_upstream(
     classes: str,
     *mixers: Mixer,
     upstream: str | None = None,
+    replacement: str | None = None,
+    causal_lm: str = "ForCausalLM",
     text: str = "Model",
     layers: tuple[str, ...] = ("DecoderLayer",),
+    vision_language: str | None = None,
+    towers: tuple[Tower, ...] = (),
     **more: Any,
 ) -> Family:
-    """Return a family whose classes `hf_packfree.models.from_upstream` makes, where their names
-    begin alike.
+    """Return a family whose class names share a prefix, which every name given here is without.
 
     Args:
-        mixers: their `cls` without what it begins with.
-        upstream: transformers' name of it, where it is another.
-        text, layers: how the names of the text model and of the decoder layers end.
+        classes: the prefix, such as "Qwen3Next".
+        mixers, towers: see `Family`; their classes without the prefix.
+        upstream: transformers' name of the family, where it is another.
+        replacement: see `Family`; None: `hf_packfree.models.from_upstream` makes our classes.
+        causal_lm, text, layers, vision_language: `Family.causal_lm`, `trunk`, `layers` and
+            `vision_language`, without the prefix.
         more: see `Family`.
     """
     home = f"transformers.models.{upstream or name}.modeling_{upstream or name}"
     return Family(
         name=name,
         upstream=home,
-        replacement=f"hf_packfree.models.from_upstream:{home}",
-        causal_lm=f"{classes}ForCausalLM",
-        trunk=f"{classes}{text}",
-        layers=tuple(f"{classes}{layer}" for layer in layers),
-        mixers=tuple(replace(mixer, cls=f"{classes}{mixer.cls}") for mixer in mixers),
+        replacement=replacement or f"hf_packfree.models.from_upstream:{home}",
+        causal_lm=classes + causal_lm,
+        trunk=classes + text,
+        layers=tuple(classes + layer for layer in layers),
+        mixers=tuple(replace(mixer, cls=classes + mixer.cls) for mixer in mixers),
+        vision_language=None if vision_language is None else classes + vision_language,
+        towers=tuple(
+            replace(
+                tower,
+                cls=classes + tower.cls,
+                attention=classes + tower.attention,
+                parts=tuple(classes + part for part in tower.parts),
+            )
+            for tower in towers
+        ),
         **more,
     )
+
+
+def with_file(name: str, classes: str, *mixers: Mixer, **more: Any) -> Family:
+    """Return a family whose classes are in a file of ours; arguments: see `from_upstream`."""
+    return from_upstream(name, classes, *mixers, replacement=f"hf_packfree.models.{name}", **more)
+
+
+def vision_tower(
+    cls: str = "VisionModel",
+    attention: str = "VisionAttention",
+    parts: tuple[str, ...] = ("VisionPatchEmbed", "VisionBlock"),
+) -> Tower:
+    """Return a vision tower of classes with these endings; most families have the defaults."""
+    return Tower(cls, attention, _TOWER, parts)
 
 
 def attention_only(name: str, classes: str, *kinds: str, **more: Any) -> Family:
