@@ -43,6 +43,15 @@ settings.load_profile("packfree")
 
 logging.getLogger("transformers").addHandler(DeprecationsAreErrors())
 
+
+@pytest.fixture
+def widened(monkeypatch):
+    """In fp64 what transformers computes in fp32 whatever the weights: see `widen`."""
+    from tests.support import widen
+
+    widen(monkeypatch)
+
+
 # tests/fakes is on the path only where the runner puts it (tests/compat/run.py)
 if find_spec("fake_kernels"):
     import_module("fake_kernels").show_to_transformers()

@@ -15,6 +15,7 @@ import torch
 import transformers
 from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassFieldValidationError
 
+from hf_packfree import apply_patches
 from hf_packfree.ops import conv_delta_rule
 from hf_packfree.packing import PackedSequence
 from hf_packfree.patching.family import Family
@@ -244,13 +245,80 @@ def errors(found, wanted, floor: float = 1e-2) -> tuple[float, float]:
     parameter's.
     """
     (parts, grads), (alone, alone_grads) = found, wanted
-    assert grads.keys() == alone_grads.keys()
-    sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in alone_grads.values())
-    worst = max(
-        relative_rms(grads[name], alone_grads[name], max(floor * sizes[len(sizes) // 2], 1e-300))
-        for name in grads
+    values = relative_rms(torch.cat(parts), torch.cat(alone))
+    return values, worst_gradient(grads, alone_grads, floor)
+
+
+def worst_gradient(found, wanted, floor: float = 1e-2, least: float = 1e-300) -> float:
+    """Return the relative RMS of the worst parameter's gradient.
+
+    Args:
+        floor: of the median parameter's: a smaller one counts as that large.
+        least: the same, as a number.
+    """
+    assert found.keys() == wanted.keys()
+    sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in wanted.values())
+    least = max(floor * sizes[len(sizes) // 2], least)
+    return max(relative_rms(found[name], wanted[name], least) for name in wanted)
+
+
+def assert_rounding(found: tuple[float, float]) -> None:
+    """Assert that errors of logits and gradients, see `errors`, are rounding in fp32."""
+    logits, grads = found
+    assert logits <= LOGIT_TOL, f"logits differ by {logits:.1e} relative RMS"
+    assert grads <= GRADIENT_TOL, f"gradients differ by {grads:.1e} relative RMS"
+
+
+def assert_exact(model, batch: Batch, wanted=None, *, width=128, floor=1e-2, **how) -> None:
+    """Assert that a row's documents get what they get alone, logits and gradients.
+
+    Args:
+        model: a patched one.
+        wanted: what `run_alone` returns for other models than `model`; None: for this one.
+        width: of its logits.
+        floor: see `errors`.
+        how: see `run`.
+    """
+    weights = random_weights(batch, width)
+    wanted = wanted or run_alone(model, batch, weights, **how)
+    assert_rounding(errors(run(model, batch, weights, **how), wanted, floor))
+
+
+def assert_patching_is_exact(model, batch: Batch, wanted=None, **options) -> None:
+    """The same of a model that is patched with `options` here; alone, documents run before."""
+    wanted = wanted or run_alone(model, batch, random_weights(batch, 128))
+    assert_exact(apply_patches(model, **options), batch, wanted)
+
+
+def step(model, batch, **more):
+    """Return the output and the gradients of its loss."""
+    model.zero_grad(set_to_none=True)
+    output = model(**{"use_cache": False, **batch, **more})
+    output.loss.backward()
+    return output, gradients(model)
+
+
+def values_and_gradients(op, inputs) -> list[torch.Tensor]:
+    """Return an op's outputs, and the gradients that its inputs get from fixed random ones of the
+    outputs.
+    """
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = op(*leaves)
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    d_outputs = [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+        for out in outputs
+    ]
+    return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, d_outputs)]
+
+
+def forbid_layers(model):
+    """Return the model; the test fails if one of its layers runs."""
+    trunk_of(model).layers[0].register_forward_pre_hook(
+        lambda *_: pytest.fail("a layer ran before the refusal")
     )
-    return relative_rms(torch.cat(parts), torch.cat(alone)), worst
+    return model
 
 
 def widen(monkeypatch: pytest.MonkeyPatch) -> None:

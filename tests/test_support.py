@@ -8,8 +8,7 @@ import torch
 
 from tests.integrations.compare import overall
 from tests.integrations.compare import worst as worst_of_steps
-from tests.models.padded import worst_gradient
-from tests.support import errors, relative_rms
+from tests.support import errors, relative_rms, worst_gradient
 from tests.test_trainer import worst
 
 

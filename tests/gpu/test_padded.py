@@ -10,8 +10,8 @@ import torch
 from hf_packfree import apply_patches
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, small
-from tests.models.padded import Seen, all_gradients, padded_batch, real_tokens, step, worst_gradient
-from tests.support import relative_rms
+from tests.models.padded import Seen, all_gradients, padded_batch, real_tokens
+from tests.support import relative_rms, step, worst_gradient
 
 pytestmark = gpu
 SIDES = ("right", "left", "both")

@@ -18,7 +18,7 @@ from tests.benchmarks.media import sixteen_documents
 from tests.benchmarks.models import build
 from tests.benchmarks.shapes import SHAPES
 from tests.gpu.checks import DEVICE, TRIAL, gpu
-from tests.support import relative_rms
+from tests.support import relative_rms, worst_gradient
 
 pytestmark = gpu
 GRIDS = (
@@ -78,7 +78,7 @@ def step(model, x, grids):
 
 
 def worst(found, wanted):
-    return max(relative_rms(found[1][name], wanted[1][name]) for name in wanted[1])
+    return worst_gradient(found[1], wanted[1], floor=0)
 
 
 def packed_grids():

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, TrainerCallback, TrainingArguments
 
-from tests.support import documents, gradients, relative_rms
+from tests.support import documents, gradients, relative_rms, worst_gradient
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 2, 65, 33, 7, 90, 12)
 """Of twelve documents: three steps of four, whose micro-batches of two hold 69, 130, 66, 67, 40
@@ -142,7 +142,7 @@ def worst(
     the median one.
     """
     assert len(found) == len(wanted) > 0
-    return max(_worst_of_step(*pair, floor) for pair in zip(found, wanted))
+    return max(worst_gradient(*pair, floor) for pair in zip(found, wanted))
 
 
 def overall(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> float:
@@ -152,10 +152,3 @@ def overall(found: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.T
         for steps in (found, wanted)
     ]
     return max(relative_rms(*pair) for pair in zip(*flat))
-
-
-def _worst_of_step(found, wanted, floor: float) -> float:
-    assert found.keys() == wanted.keys()
-    sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in wanted.values())
-    least = max(floor * sizes[len(sizes) // 2], 1e-300)
-    return max(relative_rms(found[name], wanted[name], least) for name in wanted)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from hf_packfree import apply_patches
 from hf_packfree.models import fused_layer
 from hf_packfree.models.state import Kernels
-from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, run, run_alone
 
 
 def on_kernels(model):
@@ -44,9 +43,3 @@ def watched(monkeypatch, name: str, place: int) -> list:
     for op in ("add_norm", "swiglu_mlp"):
         stand_in(op)
     return seen
-
-
-def assert_exact(model, batch):
-    weights = random_weights(batch, 128)
-    logits, grads = errors(run(model, batch, weights), run_alone(model, batch, weights))
-    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.support import gradients, nudged, relative_rms
+from tests.support import nudged, relative_rms, step, worst_gradient
 
 WIDTH = 40
 # (first place, tokens) of each row's document
@@ -50,25 +50,6 @@ class Seen:
         head.register_forward_hook(
             lambda module, args, output: setattr(self, "head", tuple(args[0].shape[:2]))
         )
-
-
-def step(model, batch, **more):
-    """Return the output and the gradients of its loss."""
-    model.zero_grad(set_to_none=True)
-    output = model(**{"use_cache": False, **batch, **more})
-    output.loss.backward()
-    return output, gradients(model)
-
-
-def worst_gradient(found, wanted) -> float:
-    """Relative RMS of the worst parameter's gradient; a tiny one counts as a hundredth of the
-    median's size at least.
-    """
-    assert found.keys() == wanted.keys()
-    sizes = sorted(float(grad.double().pow(2).mean().sqrt()) for grad in wanted.values())
-    return max(
-        relative_rms(found[name], wanted[name], 1e-2 * sizes[len(sizes) // 2]) for name in wanted
-    )
 
 
 def all_gradients(found, wanted) -> float:

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_packfree import apply_patches
 from hf_packfree.models.rope_index import rope_source
 from tests.models import omni
-from tests.models.padded import worst_gradient
 from tests.ranks import two_ranks
-from tests.support import GRADIENT_TOL, gradients
+from tests.support import GRADIENT_TOL, gradients, worst_gradient
 from tests.vision import document, image, packed_batch, tiny_vision, video
 
 ROWS = {

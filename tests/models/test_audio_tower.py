@@ -12,7 +12,7 @@ from hf_packfree.models.audio_tower import chunk_widths
 from hf_packfree.models.qwen3_omni_moe import Qwen3OmniMoeAudioAttention, Qwen3OmniMoeAudioEncoder
 from hf_packfree.models.state import PatchState
 from tests.models.omni import errors
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, checkpoint_layers
+from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, assert_rounding, checkpoint_layers
 
 pytestmark = pytest.mark.compat
 MEL = 16
@@ -106,16 +106,11 @@ def alone(model, lengths=LENGTHS):
     return step(model, frames(lengths), [(length,) for length in lengths])
 
 
-def assert_exact(found, wanted):
-    values, grads = errors(found, wanted)
-    assert values <= LOGIT_TOL and grads <= GRADIENT_TOL, (values, grads)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("lengths", [LENGTHS, SHORT, (60, 60), (250, 100)], ids=str)
 def test_audios_are_what_they_are_alone(lengths, attention):
     wanted = alone(tower(attention=attention), lengths)
-    assert_exact(together(tower(attention=attention, patched=True), lengths), wanted)
+    assert_rounding(errors(together(tower(attention=attention, patched=True), lengths), wanted))
 
 
 def test_unpatched_they_are_not():
@@ -132,8 +127,8 @@ def test_windows_are_kept_apart(attention):
         tower(window=200, attention=attention),
     )
     if not compat.AUDIO_IGNORES_WINDOWS:
-        assert_exact(together(model), alone(plain))
-    assert_exact(together(model), alone(model))
+        assert_rounding(errors(together(model), alone(plain)))
+    assert_rounding(errors(together(model), alone(model)))
     x = frames((330,)).requires_grad_()
     (out,) = features(model, x, (330,))
     out[26:].pow(2).sum().backward()
@@ -161,7 +156,7 @@ def test_an_audio_influences_no_other(attention):
 def test_checkpointing_changes_nothing(use_reentrant):
     wanted, model = alone(tower()), tower(patched=True)
     checkpoint_layers(model, use_reentrant)
-    assert_exact(together(model), wanted)
+    assert_rounding(errors(together(model), wanted))
 
 
 def test_lengths_of_windows_are_read_once_a_call(monkeypatch):
@@ -203,7 +198,7 @@ def test_adapters_on_projections_count():
             )
         return model
 
-    assert_exact(together(patch(adapt(tower()))), alone(adapt(tower())))
+    assert_rounding(errors(together(patch(adapt(tower()))), alone(adapt(tower()))))
 
 
 def test_chunks_are_as_wide_as_their_audio_alone_makes_them():

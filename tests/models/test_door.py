@@ -24,7 +24,7 @@ from tests.models.forms import (
     assert_no_influence,
     half_precision,
 )
-from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
+from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens
 from tests.models.test_packed import logits_alone
 from tests.models.test_unpacked import UNPACKED, assert_upstreams_bits, outcome
 from tests.support import (
@@ -33,6 +33,7 @@ from tests.support import (
     LOGIT_TOL,
     ROW,
     Batch,
+    assert_exact,
     by_family,
     documents,
     errors,
@@ -42,7 +43,9 @@ from tests.support import (
     relative_rms,
     run,
     run_alone,
+    step,
     tiny,
+    worst_gradient,
 )
 
 NAMES = [
@@ -77,19 +80,6 @@ def alone(family, lengths, attention=None):
     """Logits and gradients of documents of these lengths, one by one, unpatched."""
     batch = Batch(documents(lengths), {}, [])
     return run_alone(tiny(family, attention=attention), batch, random_weights(batch, 128))
-
-
-def assert_exact(model, batch, record=None, wanted=None):
-    """Of a patched model.
-
-    Args:
-        wanted: what its documents get one by one; None: run them.
-    """
-    weights = random_weights(batch, 128)
-    found = errors(run(model, batch, weights), wanted or run_alone(model, batch, weights))
-    if record is not None:
-        recorded(record, found, model, "text")
-    assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
 
 
 @pytest.mark.compat

@@ -33,10 +33,11 @@ from tests.integrations.compare import in_steps, labelled, per_document, worst
 from tests.integrations.marks import needs
 from tests.integrations.test_hf_trainer import ACCUMULATE, train
 from tests.models.padded import padded_batch
-from tests.models.test_door import ALL, CORE, EDGES, WINDOW, assert_exact
+from tests.models.test_door import ALL, CORE, EDGES, WINDOW
 from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
+    assert_exact,
     by_family,
     documents,
     errors,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches, patch_report
-from tests.models.padded import IGNORED, padded_batch, step, worst_gradient
+from tests.models.padded import IGNORED, padded_batch
 from tests.models.test_heads import LOSS_TOL, MOE, with_tail
-from tests.support import GRADIENT_TOL, tiny
+from tests.support import GRADIENT_TOL, step, tiny, worst_gradient
 
 
 def with_upstreams_head(model):

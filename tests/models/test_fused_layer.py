@@ -17,8 +17,8 @@ from hf_packfree.models import compat
 from hf_packfree.ops.fused import add_norm
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import row_batch
-from tests.models.kernels import assert_exact, on_kernels, watched
-from tests.support import ROW, tiny
+from tests.models.kernels import on_kernels, watched
+from tests.support import ROW, assert_exact, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 BATCH = row_batch("positions", ROW)

@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from hf_packfree import apply_patches, token_log_probs
-from tests.models.padded import worst_gradient
 from tests.models.test_head_loss import GRADIENT_TOL, packed_batch
 from tests.models.test_head_loss_ranks import LENGTHS, WRAPPED
 from tests.ranks import two_ranks
-from tests.support import LOGIT_TOL, relative_rms, tiny
+from tests.support import LOGIT_TOL, relative_rms, tiny, worst_gradient
 
 WAYS = ["with the rest", "alone", "with the norm"]
 """Where FSDP2 keeps the head; accelerate keeps it with the norm."""

@@ -12,9 +12,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.packing.lazy import LazyTensor
 from tests.input_formats import row_batch
-from tests.models.padded import IGNORED, all_gradients, padded_batch, step, worst_gradient
+from tests.models.padded import IGNORED, all_gradients, padded_batch
 from tests.models.test_heads import vision_language
-from tests.support import relative_rms, tiny
+from tests.support import relative_rms, step, tiny, worst_gradient
 
 LOSS_TOL, GRADIENT_TOL = 1e-6, 1e-5
 UPSTREAM = {"loss": "upstream"}

@@ -18,10 +18,9 @@ from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing.lazy import LazyTensor
 from tests.integrations.marks import integration
-from tests.models.padded import worst_gradient
 from tests.models.test_head_loss import GRADIENT_TOL, LOSS_TOL, packed_batch
 from tests.ranks import two_ranks
-from tests.support import tiny
+from tests.support import tiny, worst_gradient
 
 LENGTHS = ((5, 64, 1, 30), (40, 3, 57))
 """Of each rank's documents."""

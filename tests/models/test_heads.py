@@ -15,9 +15,18 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from tests.input_formats import ROW_FORMATS, row_batch, rows_batch
-from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
+from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens
 from tests.models.test_padded import LOSS_TOL, assert_same
-from tests.support import GRADIENT_TOL, LOGIT_TOL, gradients, relative_rms, slow_decay, tiny
+from tests.support import (
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    gradients,
+    relative_rms,
+    slow_decay,
+    step,
+    tiny,
+    worst_gradient,
+)
 
 MOE = ["qwen3_5_moe", "qwen3_next"]
 LENGTHS = (5, 64, 1, 30)

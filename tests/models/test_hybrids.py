@@ -34,7 +34,7 @@ from tests.models.forms import (
     assert_exact_in_fp64,
     assert_no_influence,
 )
-from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens, step, worst_gradient
+from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens
 from tests.models.padded import ROWS as SIDES
 from tests.models.test_door import of_both, with_ones
 from tests.models.test_generation import IDS, LEFT, WAYS, everything
@@ -45,6 +45,7 @@ from tests.support import (
     LOGIT_TOL,
     ROW,
     Batch,
+    assert_patching_is_exact,
     by_family,
     errors,
     random_weights,
@@ -53,7 +54,9 @@ from tests.support import (
     run,
     run_alone,
     slow_decay,
+    step,
     tiny,
+    worst_gradient,
 )
 
 FOUND = [row for row in FAMILIES if row.made_from_upstream and {*row.mixer_ops} != {"attention"}]
@@ -100,19 +103,6 @@ def with_the_default_cache(batch: Batch) -> Batch:
     return Batch(batch.documents, inputs, batch.places)
 
 
-def assert_exact(model, batch=None, wanted=None):
-    """Of a model that is not patched yet.
-
-    Args:
-        wanted: what its documents get one by one; None: run them.
-    """
-    batch = batch or row_batch("positions", ROW)
-    weights = random_weights(batch, 128)
-    wanted = wanted or run_alone(model, batch, weights)
-    found = errors(run(apply_patches(model), batch, weights), wanted)
-    assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
-
-
 @pytest.mark.compat
 @pytest.mark.parametrize("family", NAMES)
 def test_packed_is_per_document_and_unpatched_leaks(family, record_property):
@@ -140,13 +130,13 @@ def test_before_its_floor_it_is_refused(row):
     ("family", "form"), spread(*(form for form in ROW_FORMATS if "3rows" not in form))
 )
 def test_one_row_in_every_form(family, form):
-    assert_exact(tiny(family), row_batch(form, ROW), alone(family, ROW))
+    assert_patching_is_exact(tiny(family), row_batch(form, ROW), alone(family, ROW))
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_eager_attention(family):
     model = tiny(family, attention="eager")
-    assert_exact(model, wanted=alone(family, ROW))
+    assert_patching_is_exact(model, row_batch("positions", ROW), alone(family, ROW))
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -157,7 +147,7 @@ def test_fp64_is_exact(family, widened):
 @pytest.mark.parametrize(("family", "form"), spread(*ROWS_FORMATS))
 def test_several_rows(family, form):
     lengths = tuple(length for row in ROWS for length in row)
-    assert_exact(tiny(family), rows_batch(form), alone(family, lengths))
+    assert_patching_is_exact(tiny(family), rows_batch(form), alone(family, lengths))
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -379,4 +369,4 @@ def test_without_rotary_embeddings_and_with_beta_up_to_one_or_two(given, doubled
     torch.manual_seed(0)
     model = slow_decay(tiny("olmo_hybrid").__class__(config))
     assert model.model.rotary_emb is None
-    assert_exact(model)
+    assert_patching_is_exact(model, row_batch("positions", ROW))

@@ -19,12 +19,12 @@ from tests.input_formats import row_batch
 from tests.models.forms import half_precision
 from tests.models.test_generation import IDS
 from tests.models.test_hybrids import SSD as NAMES
-from tests.models.test_hybrids import assert_exact
 from tests.models.test_packed import logits_alone
 from tests.support import (
     CONTROL,
     LOGIT_TOL,
     ROW,
+    assert_patching_is_exact,
     by_family,
     errors,
     random_weights,
@@ -73,12 +73,17 @@ def test_a_head_that_hands_nothing_on():
 @pytest.mark.parametrize("groups", [1, 8])
 def test_any_number_of_groups(groups):
     """Also the norm's, since transformers 5.23."""
-    assert_exact(tiny_with("granitemoehybrid", mamba_n_groups=groups))
+    assert_patching_is_exact(
+        tiny_with("granitemoehybrid", mamba_n_groups=groups), row_batch("positions", ROW)
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_biases_of_projections_and_convolution(bias):
-    assert_exact(tiny_with("bamba", mamba_conv_bias=bias, mamba_proj_bias=not bias))
+    assert_patching_is_exact(
+        tiny_with("bamba", mamba_conv_bias=bias, mamba_proj_bias=not bias),
+        row_batch("positions", ROW),
+    )
 
 
 def test_steps_have_limits():
@@ -87,7 +92,7 @@ def test_steps_have_limits():
     for mixer in mixers(model):
         # between which most of the steps are
         mixer.time_step_limit = (0.5, 0.8)
-    assert_exact(model)
+    assert_patching_is_exact(model, row_batch("positions", ROW))
     loose = tiny("bamba")
     batch = row_batch("positions", ROW)
     with torch.no_grad():
@@ -106,7 +111,7 @@ def test_steps_have_limits():
     ids=["no norm", "norm first", "gate first"],
 )
 def test_the_norm_is_upstreams(fields):
-    assert_exact(tiny_with("falcon_h1", **fields))
+    assert_patching_is_exact(tiny_with("falcon_h1", **fields), row_batch("positions", ROW))
 
 
 @pytest.mark.skipif("falcon_h1" not in NAMES, reason="this transformers has no Falcon-H1 to pack")
@@ -202,14 +207,14 @@ def test_kinds_of_layers_as_older_releases_saved_them(family, tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     kinds = [type(module) for module in model.modules()]
     assert kinds == [type(module) for module in tiny(family).modules()]
-    assert_exact(slow_decay(model).train())
+    assert_patching_is_exact(slow_decay(model).train(), row_batch("positions", ROW))
 
 
 @pytest.mark.skipif("nemotron_h" not in NAMES, reason="this transformers has no Nemotron-H to pack")
 def test_a_pattern_of_layers():
     """As Nemotron-H's first checkpoints have it."""
     fields = {"layers_block_type": None, "hybrid_override_pattern": "M-M*E"}
-    assert_exact(tiny_with("nemotron_h", **fields))
+    assert_patching_is_exact(tiny_with("nemotron_h", **fields), row_batch("positions", ROW))
 
 
 def test_what_a_row_may_not_be():

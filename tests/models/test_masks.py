@@ -14,30 +14,15 @@ from hf_packfree.errors import BoundaryConflict, BoundaryError, CacheConflict, U
 from hf_packfree.models.compat import CACHE
 from tests.input_formats import INT32, additive, block_mask, padded_rows
 from tests.support import (
-    GRADIENT_TOL,
-    LOGIT_TOL,
     Batch,
-    errors,
+    assert_patching_is_exact,
     gradients,
-    random_weights,
-    run,
-    run_alone,
     tiny,
 )
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 IDS = torch.arange(2, 12)[None]
 HOLE = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 1, 1]])
-
-
-def assert_exact(family, batch, attention="sdpa", **options):
-    """Values and gradients of the patched model against the unpatched one, each document alone."""
-    model, weights = tiny(family, attention=attention), random_weights(batch, 128)
-    alone = run_alone(model, batch, weights)
-    logits, grads = errors(run(apply_patches(model, **options), batch, weights), alone)
-    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (
-        f"logits differ by {logits:.1e}, gradients by {grads:.1e}"
-    )
 
 
 def of_mask(rows, side, **make):
@@ -78,7 +63,9 @@ DICTS = {
     [("qwen3_5", kind) for kind in DICTS] + [(one, "indexed") for one in FAMILIES[1:]],
 )
 def test_a_dict_of_masks_is_read(family, kind):
-    assert_exact(family, of_mask([(5, 9), (3, 1, 4)], "left", attention_mask=DICTS[kind]))
+    assert_patching_is_exact(
+        tiny(family), of_mask([(5, 9), (3, 1, 4)], "left", attention_mask=DICTS[kind])
+    )
 
 
 @pytest.mark.parametrize("kind", DICTS)
@@ -87,9 +74,8 @@ def test_a_dict_of_padded_rows_of_one_document_is_exact(kind, padded):
     """The indexed one numbers a single document: it is a padding mask, and says nothing to full
     attention.
     """
-    assert_exact(
-        "qwen3_5", of_mask([(9,), (4,)], "left", attention_mask=DICTS[kind]), padded=padded
-    )
+    batch = of_mask([(9,), (4,)], "left", attention_mask=DICTS[kind])
+    assert_patching_is_exact(tiny(), batch, padded=padded)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -97,7 +83,9 @@ def test_a_dict_of_nothing_is_causal_too(attention):
     """Where eager attention is given no mask it looks ahead."""
     masks = {"full_attention": None, "linear_attention": None}
     inputs = {"input_ids": IDS, "attention_mask": masks, "use_cache": False}
-    assert_exact("qwen3_5", Batch([IDS[0]], inputs, [(0, torch.arange(10))]), attention)
+    assert_patching_is_exact(
+        tiny(attention=attention), Batch([IDS[0]], inputs, [(0, torch.arange(10))])
+    )
 
 
 def test_a_dict_that_contradicts_itself_or_another_format():
@@ -283,13 +271,15 @@ def test_4d_masks_mean_the_same_in_rows_of_several_documents_and_of_one(gap, row
     """Left padding of a single document was read by the linear layers; bool masks let eager
     attention look ahead.
     """
-    assert_exact("qwen3_5", of_mask(rows, "left", attention_mask=GAPS[gap]), attention)
+    assert_patching_is_exact(
+        tiny(attention=attention), of_mask(rows, "left", attention_mask=GAPS[gap])
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_4d_mask_of_padded_rows_of_one_document(family, side):
-    assert_exact(family, of_mask([(7,), (16,)], side, attention_mask=block_mask))
+    assert_patching_is_exact(tiny(family), of_mask([(7,), (16,)], side, attention_mask=block_mask))
 
 
 def test_an_additive_mask_of_one_document_without_padding_is_upstreams_with_its_bias():

@@ -14,8 +14,8 @@ from torch import nn
 from hf_packfree.models.plain_layers import adds_one, swiglu_layers
 from hf_packfree.ops.fused import swiglu_mlp
 from tests.input_formats import row_batch
-from tests.models.kernels import assert_exact, on_kernels, watched
-from tests.support import ROW, relative_rms, tiny
+from tests.models.kernels import on_kernels, watched
+from tests.support import ROW, assert_exact, relative_rms, tiny
 
 BATCH = row_batch("positions", ROW)
 

@@ -19,7 +19,7 @@ from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.patching import prewarm, registry
 from tests.input_formats import padded_rows, row_batch
 from tests.models import brook, marsh
-from tests.models.padded import padded_batch, real_tokens, step, worst_gradient
+from tests.models.padded import padded_batch, real_tokens
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -30,7 +30,9 @@ from tests.support import (
     random_weights,
     run,
     run_alone,
+    step,
     tiny,
+    worst_gradient,
 )
 
 MIXERS = {

@@ -24,6 +24,7 @@ from tests.support import (
     LOGIT_TOL,
     ROW,
     Batch,
+    assert_exact,
     by_family,
     checkpoint_layers,
     documents,
@@ -40,14 +41,6 @@ from tests.support import (
 )
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
-
-
-def assert_exact(model, batch, width=128, floor=1e-2, **how):
-    weights = random_weights(batch, width)
-    logits, grads = errors(
-        run(model, batch, weights, **how), run_alone(model, batch, weights, **how), floor
-    )
-    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
 def test_the_lengths_of_the_promise_in_several_layers():

@@ -22,10 +22,8 @@ from tests.models.padded import (
     padded_batch,
     real_tokens,
     rounding,
-    step,
-    worst_gradient,
 )
-from tests.support import LOGIT_TOL, pairwise, relative_rms, tiny
+from tests.support import LOGIT_TOL, pairwise, relative_rms, step, tiny, worst_gradient
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl_moe", "qwen2_5_vl"]
 LOSS_TOL = 1e-6

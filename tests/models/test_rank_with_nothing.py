@@ -9,9 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches
-from tests.models.padded import IGNORED, padded_batch, step, worst_gradient
+from tests.models.padded import IGNORED, padded_batch
 from tests.ranks import two_ranks
-from tests.support import GRADIENT_TOL, tiny
+from tests.support import GRADIENT_TOL, step, tiny, worst_gradient
 
 
 def gradients_of(rank: int, options: dict[str, bool]) -> dict[str, torch.Tensor]:

@@ -20,16 +20,12 @@ from hf_packfree.errors import (
 )
 from hf_packfree.models.compat import CACHE
 from tests.input_formats import one_row, row_batch
-from tests.support import ROW, tiny
+from tests.support import ROW, forbid_layers, tiny
 
 
 @pytest.fixture
 def model():
-    model = apply_patches(tiny())
-    model.model.layers[0].register_forward_pre_hook(
-        lambda *_: pytest.fail("a layer ran before the refusal")
-    )
-    return model
+    return forbid_layers(apply_patches(tiny()))
 
 
 def test_contradicting_forms(model):

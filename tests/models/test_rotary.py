@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_packfree import apply_patches, patch_report, register_patches
 from hf_packfree.errors import UnsupportedInput, UnsupportedModel
 from hf_packfree.models.rotary import BY_LONGEST, FIXED, cos_and_sin
-from tests.models.padded import padded_batch, step
-from tests.support import LOGIT_TOL, by_family, documents, relative_rms, slow_decay
+from tests.models.padded import padded_batch
+from tests.support import LOGIT_TOL, by_family, documents, relative_rms, slow_decay, step
 
 FAMILIES = ["qwen3_5", "qwen3_next"]
 """The third's rotary embedding is the first's."""

@@ -12,10 +12,10 @@ from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import CacheConflict, UnsupportedInput
 from hf_packfree.models.compat import CACHE
 from tests.input_formats import row_batch, rows_batch
-from tests.models.padded import IGNORED, padded_batch, step, worst_gradient
+from tests.models.padded import IGNORED, padded_batch
 from tests.models.test_heads import LENGTHS, MOE, with_tail
 from tests.models.test_padded import LOSS_TOL
-from tests.support import GRADIENT_TOL, gradients, tiny
+from tests.support import GRADIENT_TOL, gradients, step, tiny, worst_gradient
 
 IDS = torch.randint(2, 128, (3, 9), generator=torch.Generator().manual_seed(0))
 SHIFTED = torch.randint(2, 128, (3, 9), generator=torch.Generator().manual_seed(1))

@@ -20,10 +20,12 @@ from tests.support import (
     CONTROL,
     GRADIENT_TOL,
     LOGIT_TOL,
+    assert_exact,
     by_family,
     checkpoint_layers,
     double,
     errors,
+    forbid_layers,
     random_weights,
     relative_rms,
     run,
@@ -57,17 +59,16 @@ def test_every_sample_gets_what_it_gets_alone_in_fp64(family, attention, widened
         assert max(errors(run(model, batch, weights), wanted, floor=1e-6)) <= EXACT
 
 
-def assert_exact(model, tree, stock, **inputs):
-    batch = batch_of(tree, **inputs)
-    weights = random_weights(batch, model.get_output_embeddings().out_features)
-    found = errors(run(model, batch, weights), run_alone(stock, batch, weights))
-    assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
+def assert_tree_exact(model, tree, stock, **inputs):
+    batch, width = batch_of(tree, **inputs), model.get_output_embeddings().out_features
+    alone = run_alone(stock, batch, random_weights(batch, width))
+    assert_exact(model, batch, alone, width=width)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_fp32_and_the_control_leaks(family):
     model, stock = apply_patches(tiny(family)), tiny(family)
-    assert_exact(model, TURNS, stock)
+    assert_tree_exact(model, TURNS, stock)
     for wrong in ([sum(TURNS.lengths)], TURNS.lengths):
         batch = batch_of(TURNS, packed_sequence=PackedSequence.from_lengths(wrong))
         weights = random_weights(batch, 128)
@@ -79,7 +80,7 @@ def test_in_fp32_and_the_control_leaks(family):
 def test_every_other_family(family):
     model = apply_patches(tiny(family))
     if follows_trees(family):
-        return assert_exact(model, TURNS, tiny(family))
+        return assert_tree_exact(model, TURNS, tiny(family))
     with pytest.raises(UnsupportedInput, match="found a tree of shared prefixes with layers of"):
         run(model, batch_of(TURNS), None)
 
@@ -179,7 +180,7 @@ def test_adapters():
         config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
         return peft.get_peft_model(model, config)
 
-    assert_exact(adapted(apply_patches(tiny())), TURNS, adapted(tiny()))
+    assert_tree_exact(adapted(apply_patches(tiny())), TURNS, adapted(tiny()))
 
 
 def test_a_group_is_two_calls_of_the_delta_rule_and_one_of_the_others(monkeypatch):
@@ -217,11 +218,7 @@ def test_labels_that_their_caller_has_shifted():
 
 @pytest.fixture
 def model():
-    model = apply_patches(tiny())
-    model.model.layers[0].register_forward_pre_hook(
-        lambda *_: pytest.fail("a layer ran before the refusal")
-    )
-    return model
+    return forbid_layers(apply_patches(tiny()))
 
 
 @pytest.mark.parametrize("part", ["head", "trunk"])
@@ -294,4 +291,4 @@ def test_images_beside_a_tree():
 def test_text_alone_in_a_vision_language_model():
     from tests.vision import tiny_vision
 
-    assert_exact(apply_patches(tiny_vision("qwen3_5")), TURNS, tiny_vision("qwen3_5"))
+    assert_tree_exact(apply_patches(tiny_vision("qwen3_5")), TURNS, tiny_vision("qwen3_5"))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from hf_packfree import PackedSequence, apply_patches, token_log_probs
 from hf_packfree.data import pack_prefixes
 from tests.integrations.marks import needs
-from tests.models.padded import all_gradients, worst_gradient
+from tests.models.padded import all_gradients
 from tests.models.test_head_loss_ranks import WRAPPED
 from tests.ranks import two_ranks
 from tests.support import (
@@ -25,6 +25,7 @@ from tests.support import (
     gradients,
     relative_rms,
     tiny,
+    worst_gradient,
 )
 
 ROWS = ["shared", "packed", "one document"]

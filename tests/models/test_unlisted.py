@@ -24,18 +24,21 @@ from hf_packfree.patching.registry import ROWS
 from hf_packfree.patching.shrunk import shrunk
 from hf_packfree.refused_families import REFUSED
 from tests.input_formats import row_batch
-from tests.models.padded import padded_batch, step, worst_gradient
-from tests.models.test_door import EDGES, assert_exact, with_ones
+from tests.models.padded import padded_batch
+from tests.models.test_door import EDGES, with_ones
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
     LOGIT_TOL,
+    assert_exact,
     errors,
     random_weights,
     relative_rms,
     run,
     run_alone,
     slow_decay,
+    step,
+    worst_gradient,
 )
 
 SERVED = {

@@ -7,24 +7,17 @@ from __future__ import annotations
 import math
 from importlib import import_module
 
-import pytest
 import torch
 from torch.nn import functional as F
 
 from hf_packfree import apply_patches
 from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.mtp import MTPOptions
-from tests.support import by_family, documents, gradients, slow_decay, trunk_of, widen
+from tests.support import by_family, documents, gradients, slow_decay, trunk_of
 
 LENGTHS = (37, 1, 2, 3, 64, 5, 23)
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 WEIGHT = 0.3
-
-
-@pytest.fixture
-def widened(monkeypatch):
-    """In fp64 what transformers computes in fp32 whatever the weights: see `widen`."""
-    widen(monkeypatch)
 
 
 def build(

@@ -15,7 +15,6 @@ from hf_packfree import apply_patches
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.mtp import depth_losses, head, training
 from hf_packfree.packing import PackedSequence
-from tests.mtp import heads
 from tests.mtp.heads import (
     FAMILIES,
     LENGTHS,
@@ -27,17 +26,7 @@ from tests.mtp.heads import (
     targets_of,
     worst_gradient,
 )
-from tests.support import checkpoint_layers, gradients
-
-widened = heads.widened
-
-
-def step(model, inputs, **more):
-    """Return the loss and all gradients of one step."""
-    model.zero_grad(set_to_none=True)
-    loss = model(**inputs, **more).loss
-    loss.backward()
-    return loss.detach(), gradients(model)
+from tests.support import checkpoint_layers, gradients, step
 
 
 def in_loop(model, pairs, depth, detach):
@@ -61,10 +50,10 @@ def in_loop(model, pairs, depth, detach):
 def test_a_packed_row_is_its_documents(family, depth, detach, tie):
     model = build(family, hybrid=False, dtype=torch.float64, depth=depth, detach=detach, tie=tie)
     pairs = labelled()
-    value, found = step(model, packed(pairs), num_items_in_batch=targets_of(pairs))
+    output, found = step(model, packed(pairs), num_items_in_batch=targets_of(pairs))
     facts = model.mtp.training_calls.take()
     main, ahead, wanted = in_loop(model, pairs, depth, detach)
-    assert abs(float(value - main - ahead)) <= 1e-12
+    assert abs(float(output.loss.detach() - main - ahead)) <= 1e-12
     assert worst_gradient(found, wanted) <= 1e-10
     each = [facts[f"packfree/mtp_loss_{k}"] for k in range(1, depth + 1)]
     counts = [
@@ -164,9 +153,9 @@ def test_every_form_of_a_batch(form):
         for module in model.modules():
             if "packfree" in vars(module):
                 vars(module)["packfree"] = replace(vars(module)["packfree"], padded="upstream")
-    value, found = step(model, inputs)
+    output, found = step(model, inputs)
     main, ahead, wanted = in_loop(model, pairs, 2, True)
-    assert abs(float(value - main - ahead)) <= 1e-5
+    assert abs(float(output.loss.detach() - main - ahead)) <= 1e-5
     assert (
         worst_gradient(
             *({name: one for name, one in of.items() if "mtp" in name} for of in (found, wanted))
@@ -188,19 +177,19 @@ def test_the_label_of_every_target_is_in_the_same_document():
 def test_a_step_without_targets_gives_zero_gradients():
     model = build(depth=2)
     pairs = [(ids, torch.full_like(ids, -100)) for ids, _ in labelled((3, 2))]
-    value, found = step(model, packed(pairs))
-    assert float(value) == 0.0
+    output, found = step(model, packed(pairs))
+    assert float(output.loss.detach()) == 0.0
     assert len([name for name in found if name.startswith("mtp.")]) == 15
     assert all(float(found[name].abs().max()) == 0.0 for name in found if name.startswith("mtp."))
 
 
 def test_nothing_but_padding_gives_zero_gradients():
     model, nothing = build(depth=2), torch.zeros(2, 6).long()
-    value, found = step(
+    output, found = step(
         model, {"input_ids": nothing, "attention_mask": nothing, "labels": nothing - 100}
     )
     assert (
-        value == 0
+        output.loss == 0
         and all(float(one.abs().max()) == 0 for one in found.values())
         and "mtp.fc.weight" in found
     )

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from hf_packfree.packing import PackedSequence
+from tests.support import values_and_gradients
 
 NAMES = ("out", "q", "k", "v", "g", "beta")
 
@@ -18,11 +18,8 @@ def run(
     rule: Callable[..., Tensor], inputs: list[Tensor], lengths: list[int], **options: object
 ) -> list[Tensor]:
     """Values and the gradients of all inputs, under a fixed random gradient of the output."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = rule(*leaves, PackedSequence.from_lengths(lengths), **options)
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
+    packed = PackedSequence.from_lengths(lengths)
+    return values_and_gradients(lambda *leaves: rule(*leaves, packed, **options), inputs)
 
 
 def assert_close(

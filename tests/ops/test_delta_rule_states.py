@@ -20,7 +20,7 @@ from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence
 from tests.ops.test_delta_rule import make_inputs
-from tests.support import relative_rms
+from tests.support import relative_rms, values_and_gradients
 
 EXACT = 1e-10
 SLOW = 0.002
@@ -35,19 +35,6 @@ def with_state(lengths, heads=1, groups=2, sizes=(8, 12)):
     inputs[4] /= 20
     inputs[:2] = (normalize(x, dim=-1) for x in inputs[:2])
     return [*inputs, torch.randn(len(lengths), heads * groups, *sizes, dtype=torch.float64) / 3]
-
-
-def run(rule, inputs):
-    """Output, final states and the gradients of everything, under fixed random gradients of
-    both.
-    """
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    found = rule(*leaves)
-    generator = torch.Generator().manual_seed(1)
-    weights = [
-        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in found
-    ]
-    return [*(x.detach() for x in found), *torch.autograd.grad(found, leaves, weights)]
 
 
 def assert_same(found, wanted, tolerance=EXACT):
@@ -67,9 +54,11 @@ def assert_same(found, wanted, tolerance=EXACT):
 )
 def test_states_match_the_recurrence(lengths):
     inputs, packed = with_state(lengths), PackedSequence.from_lengths(lengths)
-    wanted = run(lambda *x: recurrent_gated_delta_rule_with_states(*x, packed), inputs)
+    wanted = values_and_gradients(
+        lambda *x: recurrent_gated_delta_rule_with_states(*x, packed), inputs
+    )
     for dtype, tolerance in {torch.float64: EXACT, torch.float32: 5e-6}.items():
-        found = run(
+        found = values_and_gradients(
             lambda *x: gated_delta_rule_with_states(*x[:5], packed, x[5]),
             [x.to(dtype) for x in inputs],
         )
@@ -100,20 +89,22 @@ def test_a_document_cut_in_two_gets_what_it_gets_whole(at):
         out, final = gated_delta_rule_with_states(*x[:5], cut, states, qk_l2norm=False)
         return out, final[torch.tensor([0, 2, 3])]
 
-    wanted = run(
+    wanted = values_and_gradients(
         lambda *x: gated_delta_rule_with_states(*x[:5], whole, x[5], qk_l2norm=False), inputs
     )
-    assert_same(run(by_parts, inputs), wanted)
+    assert_same(values_and_gradients(by_parts, inputs), wanted)
 
 
 def assert_cut_equals_whole(pieces, **sizes):
     lengths = [sum(parts) for parts in pieces]
     inputs, packed = with_state(lengths, **sizes), PackedSequence.from_lengths(lengths)
     segments = Segments.of(packed, pieces)
-    wanted = run(
+    wanted = values_and_gradients(
         lambda *x: gated_delta_rule_with_states(*x[:5], packed, x[5], qk_l2norm=False), inputs
     )
-    assert_same(run(lambda *x: walk_segments(*x, segments, TorchScans()), inputs), wanted)
+    assert_same(
+        values_and_gradients(lambda *x: walk_segments(*x, segments, TorchScans()), inputs), wanted
+    )
 
 
 @pytest.mark.parametrize("place", range(5))

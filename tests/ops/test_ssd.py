@@ -18,6 +18,7 @@ from hf_packfree.ops.backend import Target
 from hf_packfree.ops.chunked.scratch import scratch_for
 from hf_packfree.ops.ssd import OP, mamba_ssm, recurrent_ssd, ssd
 from hf_packfree.packing import PackedSequence
+from tests.ops.recurrences import run
 from tests.support import relative_rms
 
 NAMES = ("out", "x", "dt", "A", "B", "C", "D")
@@ -45,15 +46,6 @@ def make_inputs(lengths, heads=4, groups=2, size=8, state=16, *, strong=False):
         C,
         random(heads),
     ]
-
-
-def run(op, inputs, lengths, **options):
-    """Values and the gradients of all inputs, under a fixed random gradient of the output."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = op(*leaves, PackedSequence.from_lengths(lengths), **options)
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
 
 
 def worst(found, wanted, floor=1e-300):

@@ -26,7 +26,7 @@ from hf_packfree.parallel import ContextParallel, states
 from hf_packfree.parallel import attention as by_ranks
 from hf_packfree.parallel.delta_rule import SHARED
 from tests.ranks import on_ranks
-from tests.support import documents, relative_rms, tiny
+from tests.support import documents, relative_rms, tiny, worst_gradient
 
 ROWS = {
     "documents of many lengths": [37, 70, 3, 90, 8],
@@ -92,7 +92,7 @@ def summed(tensors):
 
 
 def worst(found, wanted) -> float:
-    return max(relative_rms(found[name], wanted[name], floor=1e-8) for name in wanted)
+    return worst_gradient(found, wanted, floor=0, least=1e-8)
 
 
 def models(results) -> None:

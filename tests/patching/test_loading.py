@@ -19,16 +19,12 @@ from hf_packfree.models import compat
 from hf_packfree.patching import selfcheck
 from tests.input_formats import row_batch
 from tests.support import (
-    GRADIENT_TOL,
     LOGIT_TOL,
     ROW,
+    assert_exact,
     auto_class,
     by_family,
-    errors,
-    random_weights,
     relative_rms,
-    run,
-    run_alone,
     slow_decay,
     tiny,
 )
@@ -48,13 +44,6 @@ def nothing_stays_registered(monkeypatch):
     assert {name: getattr(upstream, name) for name in names} == names
 
 
-def assert_exact(model):
-    batch = row_batch("positions", ROW)
-    weights = random_weights(batch, 128)
-    logits, grads = errors(run(model, batch, weights), run_alone(model, batch, weights))
-    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL
-
-
 @pytest.mark.compat
 @pytest.mark.parametrize("family", FAMILIES)
 def test_from_config(family):
@@ -64,7 +53,7 @@ def test_from_config(family):
     by_hand = apply_patches(auto_class(family).from_config(config))
     assert patch_report(model) == patch_report(by_hand)
     assert [type(m) for m in model.modules()] == [type(m) for m in by_hand.modules()]
-    assert_exact(slow_decay(model).train())
+    assert_exact(slow_decay(model).train(), row_batch("positions", ROW))
     assert [type(m) for m in remove_patches(model).modules()] == [
         type(m) for m in remove_patches(by_hand).modules()
     ]
@@ -78,7 +67,7 @@ def test_from_pretrained(family, tmp_path):
     assert patch_report(model).patched
     unpatched = tiny(family).state_dict()
     assert all(torch.equal(value, unpatched[name]) for name, value in model.state_dict().items())
-    assert_exact(model.train())
+    assert_exact(model.train(), row_batch("positions", ROW))
 
 
 def test_same_random_weights_as_upstream():

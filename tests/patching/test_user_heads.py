@@ -19,10 +19,10 @@ from hf_packfree.errors import PatchConflict
 from hf_packfree.models import compat
 from hf_packfree.patching.apply import patches_lifted
 from tests.input_formats import row_batch
-from tests.models.padded import Seen, padded_batch, real_tokens, step
+from tests.models.padded import Seen, padded_batch, real_tokens
 from tests.models.test_heads import LENGTHS, per_document
 from tests.models.test_padded import LOSS_TOL
-from tests.support import slow_decay, tiny
+from tests.support import slow_decay, step, tiny
 
 
 class Mixin:

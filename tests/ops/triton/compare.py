@@ -5,11 +5,12 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tests.support import relative_rms
+from tests.support import relative_rms, values_and_gradients
 
 TOKENS = (1, 63, 65, 100)
 DOCUMENTS = {"1": [1], "63": [63], "65": [65], "100": [100], "several": [1, 2, 3, 4, 5, 64]}
@@ -18,18 +19,8 @@ DOCUMENTS = {"1": [1], "63": [63], "65": [65], "100": [100], "several": [1, 2, 3
 def run(
     op: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], backend: str
 ) -> list[Tensor]:
-    """Return the op's outputs, and the gradients that its inputs get from fixed random ones of
-    the outputs.
-    """
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = op(*leaves, backend=backend)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    generator = torch.Generator().manual_seed(1)
-    d_outputs = [
-        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
-        for out in outputs
-    ]
-    return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, d_outputs)]
+    """Return `values_and_gradients` of a backend."""
+    return values_and_gradients(partial(op, backend=backend), inputs)
 
 
 def random(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:

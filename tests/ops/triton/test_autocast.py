@@ -18,6 +18,7 @@ from hf_packfree.packing import PackedSequence
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
 from tests.ops.triton.kernels import on_kernels
+from tests.ops.triton.test_lora import lora
 from tests.support import leak_in_the_convolution, random_weights, relative_rms, run, tiny
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -51,25 +52,6 @@ def rounds_to_bf16(monkeypatch):
         return torch.from_numpy(x.copy()).to(BF16).view(torch.int16).numpy().view("uint16")
 
     monkeypatch.setattr(interpreter, "_convert_float", nearest)
-
-
-def lora(model, **options):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(5)
-    settings = {
-        "r": 4,
-        "lora_alpha": 6,
-        "init_lora_weights": False,
-        "target_modules": "all-linear",
-        "task_type": "CAUSAL_LM",
-    }
-    found = get_peft_model(model, LoraConfig(**settings | options))
-    with torch.no_grad():
-        for name, parameter in found.named_parameters():
-            if "magnitude" in name:
-                parameter.mul_(1 + 0.3 * torch.rand(parameter.shape))
-    return found
 
 
 MODELS = {

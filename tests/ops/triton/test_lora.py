@@ -14,7 +14,16 @@ from tests.input_formats import row_batch
 from tests.integrations.marks import needs
 from tests.integrations.test_peft import quantised
 from tests.ops.triton.kernels import on_kernels
-from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, random_weights, run, run_alone, tiny
+from tests.support import (
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    assert_exact,
+    errors,
+    random_weights,
+    run,
+    run_alone,
+    tiny,
+)
 
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
 
@@ -54,12 +63,6 @@ def lora(model, **options):
     return model
 
 
-def assert_exact(model, reference):
-    weights = random_weights(BATCH, 128)
-    logits, grads = errors(run(model, BATCH, weights), run_alone(reference, BATCH, weights))
-    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
-
-
 @pytest.mark.parametrize(
     ("family", "options"), [("qwen3_5", {}), ("qwen3_5", {"use_dora": True}), ("qwen3_next", {})]
 )
@@ -74,7 +77,8 @@ def test_exact_and_no_layer_is_called(family, options, called, launched, monkeyp
     )
     experts = {"qwen3_5": 0}.get(family)
     assert experts is None or len(called) == 1, "the head alone"
-    assert_exact(model, lora(tiny(family), **options))
+    reference = lora(tiny(family), **options)
+    assert_exact(model, BATCH, run_alone(reference, BATCH, random_weights(BATCH, 128)))
 
 
 @pytest.mark.parametrize("options", [{}, {"r": 3}])
