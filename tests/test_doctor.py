@@ -422,6 +422,47 @@ def test_adapters_that_are_called_as_they_are_are_named(options, called, tmp_pat
     assert (sentence in found.notes) == bool(called)
 
 
+IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "are fused in the dtype of its files and under autocast in autocast's."),
+        ({"dtype": "bfloat16"}, "are fused in bfloat16, the config's dtype, and under autocast"),
+        ({"torch_dtype": "bfloat16"}, "are fused in bfloat16, the config's dtype, and"),
+        (
+            {"dtype": "float32"},
+            "are fused in float32, the config's dtype, and under autocast in autocast's; load it "
+            "with dtype=torch.bfloat16, or train under autocast (bf16=True)",
+        ),
+        (
+            {"quantization_config": IN_4_BITS | {"bnb_4bit_compute_dtype": "bfloat16"}},
+            "in 4 bits (bnb_4bit_compute_dtype=bfloat16) are fused under autocast in bfloat16 "
+            "(bf16=True), and without it where activations are bfloat16, which "
+            "prepare_model_for_kbit_training makes float32",
+        ),
+        (
+            # what transformers takes where none is named
+            {"quantization_config": IN_4_BITS},
+            "(bnb_4bit_compute_dtype=float32) are fused where activations are float32 and autocast "
+            "is off; elsewhere they are called as they are, also under TRL's autocast",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantised by fp8, other than in 4 bits of bitsandbytes, are called as they are",
+        ),
+    ],
+)
+def test_where_linear_layers_are_fused_is_read_from_the_config(settings, said, tmp_path):
+    fields = by_family["qwen3_5"].tiny_config().to_dict()
+    fields = {name: value for name, value in fields.items() if name != "dtype"} | settings
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = diagnose(str(tmp_path))
+    assert said in found.plans[0].linear + "."
+    assert f"{found.plans[0].linear}." in found.notes
+
+
 def test_adapters_that_fit_no_model_are_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(
         '{"base_model_name_or_path": "qwen3_5", "peft_type": "NO"}'

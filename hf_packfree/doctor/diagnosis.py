@@ -150,12 +150,13 @@ def _notes(fla: Package) -> list[str]:
 
 
 def _reasons(plans: tuple[Plan, ...]) -> list[str]:
-    """Why a faster backend would not run, each said once, and which adapters are called as they
-    are.
+    """Why a faster backend would not run, each said once; which adapters are called as they are;
+    where linear layers are fused.
     """
     if not plans:
         return []
     from hf_packfree.patching.report import called_in_words
 
     found = {f"{op}: {reason}." for plan in plans for op, reason in plan.why.items()}
-    return sorted(found) + [f"{called_in_words(plan.called)}." for plan in plans if plan.called]
+    called = [f"{called_in_words(plan.called)}." for plan in plans if plan.called]
+    return sorted(found) + called + [f"{plan.linear}." for plan in plans if plan.linear]

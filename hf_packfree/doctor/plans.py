@@ -40,6 +40,8 @@ class Plan:
             what; or what is missing for it.
         called: {kind of adapter: how many projections it is on}, of adapters that are called as
             they are, see `PatchReport`.
+        linear: of one model, in which dtypes its linear layers are fused, and what would make them
+            so.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Plan:
     media: tuple[str, ...]
     shared: str
     called: dict[str, int] = field(default_factory=dict)
+    linear: str = ""
 
 
 def find_devices() -> tuple[tuple[Device, ...], str, str | None]:
@@ -150,6 +153,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     """Patch the model without its weights, on torch's meta device, and read what would run."""
     import torch
 
+    from hf_packfree.doctor.precision import linear_layers
     from hf_packfree.models.state import find_state
     from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.patching.plan import op_sizes, ops_of
@@ -158,8 +162,9 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     from hf_packfree.verify.model_source import build_model
 
     base = base_of_adapters(model)
+    config = _config_of(base or model)
     with torch.device("meta"):
-        built = apply_patches(build_model(_config_of(base or model)))
+        built = apply_patches(build_model(config))
         called = (
             {} if base is None else patch_report(with_adapters(built, model, weights=False)).called
         )
@@ -175,7 +180,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         unpacked,
         media,
     )
-    return replace(plan, called=called)
+    return replace(plan, called=called, linear=linear_layers(config))
 
 
 def _config_of(model: str) -> Any:

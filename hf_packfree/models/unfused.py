@@ -21,7 +21,7 @@ def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None
         return _of_linear(layer, x, adapters) if isinstance(layer, nn.Linear) else None
     if adapters and is_lora(layer) and read_lora(layer, x) is not None:
         return None
-    return _of_lora(layer) if method == "LORA" else method
+    return _of_lora(layer, x) if method == "LORA" else method
 
 
 def _peft_method(layer: Any) -> str | None:
@@ -38,10 +38,10 @@ def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
         return "hooks or a forward of its own"
     if quantised and read_weight(layer, compute_dtype(x)) is not None:
         return None
-    return _quantisation(layer)
+    return _quantisation(layer, x)
 
 
-def _of_lora(layer: Any) -> str:
+def _of_lora(layer: Any, x: Tensor) -> str:
     """Name what a LoRA layer has that is not fused."""
     if not runs_class_forward(vars(layer)):
         return "LoRA with hooks or a forward of its own"
@@ -50,16 +50,25 @@ def _of_lora(layer: Any) -> str:
         return "DoRA with dropout" if drops else "DoRA"
     if variants := getattr(layer, "lora_variant", {}):
         return type(next(iter(variants.values()))).__name__
-    if (quantisation := _quantisation(layer.get_base_layer())) is not None:
+    if (quantisation := _quantisation(layer.get_base_layer(), x)) is not None:
         return f"LoRA on {quantisation}"
     return "LoRA with a bias" if any(layer.lora_bias.values()) else "LoRA that is not fused"
 
 
-def _quantisation(layer: Any) -> str | None:
+def _quantisation(layer: Any, x: Tensor) -> str | None:
     """Name the class of a layer that is not torch's own, or of its weight where torchao has put
     one; None: neither.
     """
-    if type(layer) is not nn.Linear:
-        return type(layer).__name__
+    kind: type = type(layer)
+    if kind is not nn.Linear:
+        return kind.__name__ + (_other_dtype(layer, x) if kind.__name__ == "Linear4bit" else "")
     kind = type(layer.weight)
     return kind.__name__ if kind.__module__.startswith("torchao.") else None
+
+
+def _other_dtype(layer: Any, x: Tensor) -> str:
+    """Say which dtype a layer in 4 bits computes in, if its product with x has another."""
+    found, wanted = layer.compute_dtype, compute_dtype(x)
+    if found in (None, wanted):
+        return ""
+    return f" whose bnb_4bit_compute_dtype is {found}, not {wanted}".replace("torch.", "")

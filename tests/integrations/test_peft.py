@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree.doctor import diagnose
 from hf_packfree.errors import CacheConflict, ContractError, PatchConflict, UnsupportedModel
 from tests.integrations.compare import in_rows, in_steps, labelled, packed, per_document
 from tests.integrations.marks import integration, needs
@@ -390,20 +391,31 @@ def test_quantised_base(order, same_gradients, tmp_path):
 
 
 @needs("bitsandbytes")
-def test_a_4_bit_base_prepared_as_peft_documents_it_is_fused_under_autocast(tmp_path):
-    """`prepare_model_for_kbit_training` makes norms and activations fp32, which the base's compute
-    dtype is not: the report says what would fuse its projections.
+@pytest.mark.parametrize("computes_in", ["bfloat16", "float32"])
+def test_a_4_bit_base_prepared_as_peft_documents_it(computes_in, tmp_path):
+    """`prepare_model_for_kbit_training` makes norms and activations fp32: report and doctor say
+    in which dtype projections are fused, and what would fuse them where they are not.
     """
     from peft import prepare_model_for_kbit_training
 
-    tiny().save_pretrained(tmp_path)
-    base = quantised(tmp_path, computes_in=torch.bfloat16)
+    tiny().save_pretrained(tmp_path / "whole")
+    base = quantised(tmp_path / "whole", computes_in=getattr(torch, computes_in))
+    base.save_pretrained(tmp_path / "in 4 bits")
+    (plan,) = diagnose(str(tmp_path / "in 4 bits")).plans
     model = apply_patches(lora(prepare_model_for_kbit_training(base)))
-    count = 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP)
-    kind = "LoRA on Linear4bit (fused under autocast in bfloat16)"
-    assert patch_report(model).called == {kind: count}
+    count, kind = 3 * len(LINEAR) + len(ATTENTION) + 4 * len(MLP), "LoRA on Linear4bit whose bnb"
     with torch.autocast("cpu", torch.bfloat16):
+        trained = patch_report(model).called
+    if computes_in == "bfloat16":
+        said = "is bfloat16, not float32 (fused under autocast in bfloat16)"
+        assert patch_report(model).called == {f"{kind}_4bit_compute_dtype {said}": count}
+        assert trained == {} and "are fused under autocast in bfloat16" in plan.linear
+    else:
+        said = "is float32, not bfloat16"
         assert patch_report(model).called == {}
+        assert trained == {f"{kind}_4bit_compute_dtype {said}": count}
+        assert "are fused where activations are float32 and autocast is off" in plan.linear
+        assert "load it with bnb_4bit_compute_dtype=torch.bfloat16" in plan.linear
 
 
 @integration(

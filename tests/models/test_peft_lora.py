@@ -205,11 +205,9 @@ def test_bases_in_4_bits_are_made_whole(options):
 @needs("bitsandbytes")
 def test_bases_in_4_bits_that_compute_in_another_dtype_are_called():
     layer, x = in_4_bits(compute_dtype=torch.bfloat16).base_model.model.q, torch.randn(2, 24)
-    assert plain_layers(x, layer) is None and why_not_fused(layer, x) == "LoRA on Linear4bit"
-    assert (
-        plain_layers(x, layer.base_layer) is None
-        and why_not_fused(layer.base_layer, x) == "Linear4bit"
-    )
+    kind = "Linear4bit whose bnb_4bit_compute_dtype is bfloat16, not float32"
+    assert plain_layers(x, layer) is None and why_not_fused(layer, x) == f"LoRA on {kind}"
+    assert plain_layers(x, layer.base_layer) is None and why_not_fused(layer.base_layer, x) == kind
 
 
 @needs("bitsandbytes")

@@ -1,0 +1,75 @@
+"""In which dtype a checkpoint's linear layers compute, as its config says, and where they are fused
+then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def linear_layers(config: Any) -> str:
+    """Say where linear layers of a checkpoint, and LoRA on them, run in fused kernels.
+
+    A QLoRA trainer quantises what it loads by a config of its own, which is not known here.
+
+    Args:
+        config: transformers', with `quantization_config` if the checkpoint is quantised.
+    """
+    quantised = _fields(getattr(config, "quantization_config", None))
+    if not quantised:
+        return _plain(_dtype_of(config))
+    if quantised.get("load_in_4bit"):
+        return _in_4_bits(_name(quantised.get("bnb_4bit_compute_dtype")) or "float32")
+    method = quantised.get("quant_method") or "an unknown method"
+    return (
+        f"linear layers that are quantised by {_name(method)}, other than in 4 bits of "
+        "bitsandbytes, are called as they are, with their LoRA: exact but not fused"
+    )
+
+
+def _plain(dtype: str | None) -> str:
+    found = f"in {dtype}, the config's dtype," if dtype else "in the dtype of its files"
+    advice = (
+        "; load it with dtype=torch.bfloat16, or train under autocast (bf16=True), as TRL does: "
+        "in float32 kernels are slower, or none"
+        if dtype == "float32"
+        else ""
+    )
+    return f"linear layers are fused {found} and under autocast in autocast's{advice}"
+
+
+def _in_4_bits(computes_in: str) -> str:
+    where = f"linear layers in 4 bits (bnb_4bit_compute_dtype={computes_in}) are fused"
+    otherwise = "elsewhere they are called as they are"
+    if computes_in == "float32":
+        return (
+            f"{where} where activations are float32 and autocast is off; {otherwise}, also under "
+            "TRL's autocast (bf16=True): load it with bnb_4bit_compute_dtype=torch.bfloat16"
+        )
+    flag = {"bfloat16": " (bf16=True)", "float16": " (fp16=True)"}.get(computes_in, "")
+    return (
+        f"{where} under autocast in {computes_in}{flag}, and without it where activations are "
+        f"{computes_in}, which prepare_model_for_kbit_training makes float32; {otherwise}"
+    )
+
+
+def _dtype_of(config: Any) -> str | None:
+    """Return the dtype that the config names for the text model, or for all."""
+    text = config.get_text_config(decoder=True)
+    return _name(getattr(text, "dtype", None) or getattr(config, "dtype", None))
+
+
+def _fields(quantisation: Any) -> dict[str, Any]:
+    """Return a quantization_config as a dict, whatever holds it."""
+    if quantisation is None or isinstance(quantisation, dict):
+        return quantisation or {}
+    found: dict[str, Any] = quantisation.to_dict()
+    return found
+
+
+def _name(value: Any) -> str | None:
+    """Return "bfloat16" of torch.bfloat16, "torch.bfloat16" or "bfloat16", "fp8" of an enumeration
+    of that value; None: of None.
+    """
+    value = getattr(value, "value", value)
+    return None if value is None else str(value).removeprefix("torch.")
