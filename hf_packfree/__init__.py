@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         MissingHead,
         PackFreeError,
         PatchConflict,
+        RankLost,
         UnsupportedInput,
         UnsupportedModel,
     )
@@ -59,6 +60,7 @@ _HOMES = {
     "PackingReport": "verify",
     "PatchConflict": "errors",
     "PatchReport": "patching",
+    "RankLost": "errors",
     "Registration": "patching",
     "UnsupportedInput": "errors",
     "UnsupportedModel": "errors",
@@ -89,6 +91,7 @@ __all__ = [
     "PackingReport",
     "PatchConflict",
     "PatchReport",
+    "RankLost",
     "Registration",
     "UnsupportedInput",
     "UnsupportedModel",

@@ -65,6 +65,10 @@ class BackendUnavailable(PackFreeError, RuntimeError):
     """A backend that was named cannot run here."""
 
 
+class RankLost(PackFreeError, RuntimeError):
+    """A rank that shares rows with this one does not answer: it has ended, or takes no part."""
+
+
 class LeakDetected(PackFreeError, AssertionError):
     """Packed documents influence each other: a measured value is above its limit.
 

@@ -17,6 +17,7 @@ from hf_packfree.ops.backend import installed
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.agreement import checksum, digest, refuse_disagreement
+from hf_packfree.parallel.roll_call import refuse_missing_ranks
 from hf_packfree.versions import VERSIONS
 
 _INPUT = ("input_ids", "inputs_embeds")
@@ -36,6 +37,7 @@ def refuse_other_ranks(
         settings: the group.
 
     Raises:
+        RankLost: in the first forward, some ranks do not come.
         PatchConflict, UnsupportedInput: see `refuse_disagreement`.
     """
     rows, width = packed.batch_shape
@@ -57,12 +59,18 @@ def refuse_other_ranks(
         ),
     }
     refuse_disagreement(
-        settings.remembered("setup", lambda: setup_of(head, settings)),
+        settings.remembered("setup", lambda: _setup_of_all(head, settings)),
         counts,
         contents,
         settings.group,
         device,
     )
+
+
+def _setup_of_all(head: nn.Module, settings: ContextParallel) -> str:
+    """Return this rank's setup, once all ranks are there to compare it."""
+    refuse_missing_ranks(settings.group)
+    return setup_of(head, settings)
 
 
 def setup_of(head: nn.Module, settings: ContextParallel) -> str:

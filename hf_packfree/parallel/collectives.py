@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, RowShard, pad_row, shard_of
+from hf_packfree.parallel.roll_call import refuse_lost_ranks
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,25 @@ class Pending:
         out: the result, not to be read before `wait`.
         sent: kept until then.
         work: torch.distributed's.
+        group: whose ranks exchange.
     """
 
     out: Tensor
     sent: Tensor
     work: Any
+    group: Any
 
     def wait(self) -> Tensor:
-        """Return what came."""
-        self.work.wait()
+        """Return what came.
+
+        Raises:
+            RankLost: gloo has lost a rank; NCCL ends the process by itself.
+        """
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            refuse_lost_ranks(self.group, error)
+            raise
         return self.out
 
 
@@ -46,7 +57,8 @@ def start_all_to_all(parts: Tensor, group: Any) -> Pending:
     """Start what `all_to_all` does, without a derivative."""
     parts = parts.contiguous()
     out = torch.empty_like(parts)
-    return Pending(out, parts, dist.all_to_all_single(out, parts, group=group, async_op=True))
+    work = dist.all_to_all_single(out, parts, group=group, async_op=True)
+    return Pending(out, parts, work, group)
 
 
 def start_gather(part: Tensor, group: Any) -> Pending:
@@ -55,7 +67,8 @@ def start_gather(part: Tensor, group: Any) -> Pending:
     out = part.new_empty(dist.get_world_size(group), *part.shape)
     # its name before torch 2.13
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return Pending(out, part, gather(out.view(-1), part.view(-1), group=group, async_op=True))
+    work = gather(out.view(-1), part.view(-1), group=group, async_op=True)
+    return Pending(out, part, work, group)
 
 
 def gathered(part: Tensor, group: Any) -> Tensor:

@@ -1,16 +1,18 @@
 """What two ranks do that were given, or patched, different things; and what one does whose
 companion dies, or takes no part any more.
 
-python -m tests.parallel.disagreement dies|stalls FOLDER     # prints what the rank that is left says
+python -m tests.parallel.disagreement FOLDER     # writes what the ranks say that are left
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -24,7 +26,7 @@ from tests.parallel.ranks import batch_of
 from tests.support import tiny
 
 LENGTHS = [5, 9, 3, 7]
-TIMEOUT = 4
+TIMEOUT = 6
 
 
 def changed_batch(name: str) -> dict[str, object]:
@@ -60,7 +62,7 @@ BATCHES = {
 """What is other on the second rank, and what every rank says of it."""
 
 SETUPS = {
-    "a package": "rank 0 has torch: ",
+    "a package": "rank 1 has torch: 1.0",
     "gdn": "rank 0 has gdn: heads; rank 1 has gdn: state",
     "backend": "'loss': 'upstream'",
     "a multi-token head": "rank 1 has modules: ",
@@ -119,45 +121,81 @@ def patched(name: str, stack: ExitStack):
     return model
 
 
-def companion(way: str, folder: str) -> None:
-    """Be two ranks that make steps until the second one dies, or sleeps, amid its exchanges."""
-    child = os.fork()
-    rank = int(child == 0)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
-    model = apply_patches(
-        tiny(), context_parallel=ContextParallel(dist.group.WORLD, gdn="heads")
-    ).train()
-    exchange, calls = dist.all_to_all_single, 0
+WAYS = {
+    "ends before its first forward": 0,
+    "stalls before its first forward": 0,
+    "ends amid a step": 20,
+    "stalls amid a step": 20,
+    "ends with the store": 20,
+}
+"""What becomes of one of three ranks, and behind how many exchanges: 20 are a whole step and some."""
+LOST = {way: int(way != "ends with the store") for way in WAYS}
+"""The rank; the first one keeps the store that is no file."""
 
-    def ending(*args, **options):
+
+def companion(way: str, rank: int, folder: str) -> None:
+    """Be one of three ranks that make steps until one of them ends, or sleeps; the others write
+    after how many seconds they say what.
+    """
+    torch.set_num_threads(1)
+    in_file = f"file://{folder}/{way}".replace(" ", "-")
+    store = f"tcp://localhost:{free_port(folder)}" if way == "ends with the store" else in_file
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=3, timeout=timedelta(seconds=TIMEOUT)
+    )
+    settings = ContextParallel(dist.group.WORLD, gdn="state", attention="gather")
+    model = apply_patches(tiny(), context_parallel=settings).train()
+    # the name of both torch's releases
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    exchange, calls = getattr(dist, name), 0
+
+    def leave() -> None:
+        if rank == LOST[way] and calls == WAYS[way]:
+            if way.startswith("ends"):
+                os._exit(0)
+            time.sleep(3 * TIMEOUT)
+
+    def counted(*args, **options):
         nonlocal calls
         calls += 1
-        # behind a whole step, in the middle of the next one
-        if rank and calls == 20:
-            if way == "dies":
-                os._exit(0)
-            time.sleep(2 * TIMEOUT)
+        leave()
         return exchange(*args, **options)
 
-    with patch.object(dist, "all_to_all_single", ending):
+    leave()
+    with patch.object(dist, name, counted):
         for _ in range(3):
             began = time.monotonic()
             try:
                 model(**batch_of(LENGTHS, 0)).loss.backward()
-            except RuntimeError as error:
-                if not rank:
-                    print(f"{time.monotonic() - began:.1f} s: {error}", flush=True)
+            except Exception as error:
+                waited = time.monotonic() - began
+                sentence = f"{waited:.1f} {type(error).__name__}: {error}"
+                Path(folder, f"{way} {rank}").write_text(sentence)
                 break
     # whatever threads of gloo still wait for
     os._exit(0)
 
 
+def free_port(folder: str) -> int:
+    """Return the port that the parent found."""
+    return int(Path(folder, "port").read_text())
+
+
+def main() -> None:
+    """Try all ways, side by side."""
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        Path(sys.argv[1], "port").write_text(str(one.getsockname()[1]))
+    for way in WAYS:
+        for rank in range(3):
+            # which never returns
+            os.fork() or companion(way, rank, sys.argv[1])
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
+
+
 if __name__ == "__main__":
-    companion(*sys.argv[1:])
+    main()

@@ -4,19 +4,22 @@ exchange anything; one whose companion is gone fails within the group's timeout.
 
 from __future__ import annotations
 
-import re
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf_packfree import apply_patches
-from hf_packfree.errors import UnsupportedInput
+from hf_packfree.errors import RankLost, UnsupportedInput
 from hf_packfree.parallel import agreement
 from hf_packfree.parallel.agreement import checksum
-from tests.parallel.disagreement import BATCHES, SETUPS, TIMEOUT, said
+from hf_packfree.parallel.collectives import Pending
+from hf_packfree.parallel.roll_call import refuse_missing_ranks
+from tests.parallel.disagreement import BATCHES, LOST, SETUPS, TIMEOUT, WAYS, said
 from tests.parallel.ranks import batch_of
 from tests.ranks import two_ranks
 from tests.support import tiny
@@ -51,17 +54,35 @@ def test_ranks_with_the_same_batch_step(sentences):
     assert sentences["nothing"] == (None, None)
 
 
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """A folder of what the ranks say that are left, by way and rank."""
+    folder = tmp_path_factory.mktemp("left")
+    command = [sys.executable, "-m", "tests.parallel.disagreement", str(folder)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, timeout=120)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "said", "seconds"),
-    [("dies", "by peer", TIMEOUT), ("stalls", "[Tt]imed? ?out", 2 * TIMEOUT)],
-)
-def test_a_rank_whose_companion_is_gone_fails_within_the_timeout(way, said, seconds, tmp_path):
-    command = [sys.executable, "-m", "tests.parallel.disagreement", way, str(tmp_path)]
-    root = Path(__file__).parents[2]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120).stdout
-    waited, _, sentence = found.partition(" s: ")
-    assert re.search(said, sentence) and float(waited) < seconds, found
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_gone_is_named_on_all_others_within_the_timeout(left, way):
+    """Of gloo; the first exchange, which waits for all ranks of any backend, has the name under
+    NCCL too.
+    """
+    for rank in {0, 1, 2} - {LOST[way]}:
+        waited, _, sentence = (left / f"{way} {rank}").read_text().partition(" ")
+        whom = "the process that keeps the group's store" if "store" in way else "rank 1"
+        assert f"from {whom}" in sentence and sentence.startswith("RankLost: "), sentence
+        assert float(waited) < (TIMEOUT if way.startswith("ends amid") else 2 * TIMEOUT), waited
+
+
+def test_a_group_whose_ranks_all_answer_keeps_its_error(group):
+    refuse_missing_ranks(group)
+    work = SimpleNamespace(wait=lambda: torch.zeros(2).view(3))
+    with pytest.raises(RuntimeError, match="shape") as raised:
+        Pending(torch.zeros(1), torch.zeros(1), work, group).wait()
+    assert not isinstance(raised.value, RankLost)
 
 
 @pytest.mark.parametrize(

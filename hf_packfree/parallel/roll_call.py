@@ -1,0 +1,73 @@
+"""Which ranks of a group are there, asked through the store by which they found each other: it
+answers where an exchange would wait, or fail without a name.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_packfree.errors import RankLost
+
+_PATIENCE = timedelta(seconds=5)
+"""How long ranks wait for each other's answer behind an exchange that failed: it fails on all of
+them, but not at once.
+"""
+
+
+def refuse_missing_ranks(group: Any) -> None:
+    """Wait for all ranks of a group, before they exchange anything.
+
+    Raises:
+        RankLost: some did not come within the group's timeout.
+    """
+    patience = _store_of(group).timeout
+    if silent := _silent_ranks(group, "here", patience):
+        raise _lost(group, silent, patience)
+
+
+def refuse_lost_ranks(group: Any, error: Exception) -> None:
+    """Name the ranks that are gone, behind an exchange that failed; return if all are there.
+
+    Raises:
+        RankLost: some do not answer.
+    """
+    patience = min(_PATIENCE, _store_of(group).timeout / 2)
+    if silent := _silent_ranks(group, "failed", patience):
+        raise _lost(group, silent, patience) from error
+
+
+def _store_of(group: Any) -> Any:
+    of_all: Any = dist.group.WORLD
+    return (group or of_all).get_group_store()
+
+
+def _silent_ranks(group: Any, question: str, patience: timedelta) -> list[str]:
+    """Answer, and return, in words, who does not."""
+    store, ranks = _store_of(group), dist.get_process_group_ranks(group)
+    keys = [f"hf_packfree/{question}/{rank}" for rank in ranks]
+    try:
+        store.set(keys[dist.get_rank(group)], "yes")
+        try:
+            store.wait(keys, patience)
+        except RuntimeError:
+            return [
+                f"rank {number}" + (f" ({rank} of all)" if number != rank else "")
+                for number, (rank, key) in enumerate(zip(ranks, keys, strict=True))
+                if not store.check([key])
+            ]
+    except RuntimeError:
+        return ["the process that keeps the group's store (torchrun, or rank 0 of all)"]
+    return []
+
+
+def _lost(group: Any, silent: list[str], patience: timedelta) -> RankLost:
+    whom, size = ", ".join(silent), dist.get_world_size(group)
+    return RankLost(
+        f"found {size} ranks that share each row, and no answer within "
+        f"{patience.total_seconds():g} s from {whom}; wanted all of them in every forward; look at "
+        "what was written there last, and start all again; where one is only slow, pass a longer "
+        "timeout: init_process_group(timeout=...), TrainingArguments(ddp_timeout=...)"
+    )
