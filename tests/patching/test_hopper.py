@@ -66,7 +66,7 @@ def test_ssd_on_hopper_has_no_use_for_tilelang(gpu):
     """
     gpu(packages=WITH_TILELANG)
     hopper, other = Target("cuda", (9, 0)), Target("cuda", (8, 0))
-    assert fla.wrong_on_hopper(hopper) is None
+    assert fla_support.wrong_on_hopper(hopper) is None
     assert (
         "its backward refuses to run on Hopper with triton 3.6.0 (3.4.0 and later, before 3.7.1), "
         "with tilelang, too; pip install 'mamba-ssm>=2.3.2', or" in ssd_by_fla.unusable(hopper)
