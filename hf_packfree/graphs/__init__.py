@@ -6,6 +6,7 @@ starts them all at once, with the addresses and sizes that they had; what differ
 (offsets, plans, positions, embeddings) is therefore data at fixed addresses, of fixed sizes:
 
 - `bucket`: a row is padded to a bucket by one document at its end; offsets and plans to a bound.
+  So are the rows that operations make of a tree: its paths, and each of its levels.
 - `plans`: every plan that a captured kernel reads is made anew for each row and written where the
   kernel reads it. A plan of another size or kind, and whatever else would have to be known on the
   host, keeps a row out of the graph.

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.bounded import filled
+from hf_packfree.packing.tree import Size, Tree, TreeSizes
 
 STEPS = 16
 """Buckets from one power of two to the next: at most 1/16 of a row is padding."""
+STEPS_OF_TREES = 8
+"""The same of a tree's paths, and of its levels by the row's tokens: at most 1/8 is added to each,
+for the operations that mix tokens alone."""
 FINEST = 16
 """Tokens from one bucket to the next, at least."""
 FEWEST_DOCUMENTS = 16
 """Documents of a bucket, at least."""
+SHORTEST = 64
+"""Tokens of a tree's levels and paths: a chunk, which kernels fetch whole."""
 
 
 @dataclass(frozen=True, order=True)
@@ -27,11 +34,14 @@ class Bucket:
         tokens: of the row, padding included.
         documents: segments of the row, its padding and empty ones at its end included.
         longest: of a document.
+        tree: of a row of shared prefixes, what its paths and its levels have, as many as the row;
+            None: of rows of documents.
     """
 
     tokens: int
     documents: int
     longest: int
+    tree: TreeSizes | None = None
 
     def holds(self, packed: PackedSequence) -> bool:
         """Whether the row fits, and is not much shorter."""
@@ -40,46 +50,69 @@ class Bucket:
             0 <= spare <= max(FINEST, self.tokens // STEPS)
             and packed.num_segments + 2 <= self.documents
             and max(packed.max_seqlen, spare) <= self.longest
+            and self._holds_tree(packed.tree, spare)
         )
+
+    def _holds_tree(self, tree: Tree | None, spare: int) -> bool:
+        if tree is None or self.tree is None:
+            return tree is None and self.tree is None
+        sizes, bounds = tree.padded(spare).sizes, self.tree
+        of_levels = zip(sizes.levels, bounds.levels, strict=False)
+        return (
+            len(sizes.levels) == len(bounds.levels)
+            and _fits(sizes.paths, bounds.paths, bounds.paths.tokens)
+            and all(_fits(size, bound, self.tokens) for size, bound in of_levels)
+        )
+
+
+def _fits(size: Size, bound: Size, tokens: int) -> bool:
+    spare = bound.tokens - size.tokens
+    fits = 0 <= spare <= max(SHORTEST, tokens // STEPS_OF_TREES)
+    return fits and size.documents + 2 <= bound.documents
 
 
 def bucket_of(packed: PackedSequence) -> Bucket:
     """Return the bucket of a row: its sizes, rounded up."""
     tokens = packed.num_tokens
-    step = max(FINEST, (1 << (tokens - 1).bit_length()) // (2 * STEPS))
-    tokens = -(-tokens // step) * step
+    step = _step(tokens, STEPS, FINEST)
+    tokens = _up(tokens, step)
     # the padding counts as one document, and plans are filled up with empty ones, at least one
     documents = max(FEWEST_DOCUMENTS, 1 << (packed.num_segments + 1).bit_length())
+    if packed.tree is not None:
+        # no operation reads its segments as documents
+        return Bucket(tokens, documents, tokens, _bounds(packed.tree, packed.num_tokens, tokens))
     longest = min(tokens, 1 << (max(packed.max_seqlen, step) - 1).bit_length())
     return Bucket(tokens, documents, longest)
 
 
-def in_bucket(packed: PackedSequence, bucket: Bucket) -> PackedSequence:
-    """Return the record of the row, followed by a document of padding and by empty documents, so
-    that N and T are the bucket's.
+def _bounds(tree: Tree, tokens: int, of_bucket: int) -> TreeSizes:
+    def rounded(size: Size, tokens: int) -> Size:
+        step, documents = _step(tokens, STEPS_OF_TREES, SHORTEST), size.documents + 2
+        return Size(_up(size.tokens, step), _up(documents, _step(documents, 4, 4)))
 
-    Its plans have the sizes of `chunk_plan`'s bounds.
-    """
-    device, spare = packed.seq_idx.device, bucket.tokens - packed.num_tokens
-    ends = torch.full((bucket.documents - packed.num_segments,), bucket.tokens, dtype=torch.int32)
-    offsets = torch.cat([packed.cu_seqlens_cpu, ends])
-    seq_idx = packed.seq_idx
-    if spare:
-        of_padding = seq_idx.new_full((1, spare), packed.num_segments)
-        seq_idx = torch.cat([seq_idx, of_padding], 1)
-    return replace(
-        packed,
-        cu_seqlens=offsets.to(device, non_blocking=True),
-        cu_seqlens_cpu=offsets,
-        seq_idx=seq_idx,
-        max_seqlen=bucket.longest,
-        batch_shape=(1, bucket.tokens),
-        indices=None,
-        padding_segments=(),
-        plain=False,
-        bounded=True,
-        _memo={},
+    paths, levels = tree.padded(of_bucket - tokens).sizes
+    return TreeSizes(
+        rounded(paths, paths.tokens), tuple(rounded(level, of_bucket) for level in levels)
     )
+
+
+def _step(size: int, steps: int, least: int) -> int:
+    return max(least, (1 << (size - 1).bit_length()) // (2 * steps))
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def in_bucket(packed: PackedSequence, bucket: Bucket) -> PackedSequence:
+    """Return the record of the row, filled up so that N and T are the bucket's, and what plans of a
+    tree have, too.
+    """
+    row = filled(packed, bucket.tokens, bucket.documents, bucket.longest)
+    if packed.tree is None:
+        return row
+    tree = packed.tree.padded(bucket.tokens - packed.num_tokens, bucket.tree)
+    return replace(row, tree=tree)
 
 
 def lengthened(row: Tensor, bucket: Bucket, dim: int) -> Tensor:

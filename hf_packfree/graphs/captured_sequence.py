@@ -20,6 +20,18 @@ a plan could not be replayed for another row."""
 class NotCapturable(Exception):
     """What keeps layers out of a CUDA graph, as a part of a sentence."""
 
+    @classmethod
+    def read(cls, name: str) -> NotCapturable:
+        """Return what to raise where a layer reads that attribute of the record."""
+        return cls(f"a layer reads {name} of the record, which differs between rows")
+
+
+class SomeTree:
+    """Says that a captured row has a tree; which one differs between rows."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotCapturable.read(f"tree.{name}")
+
 
 class OtherPlan(Exception):
     """A row's plan does not fit into the one that was captured."""
@@ -44,8 +56,10 @@ class CapturedSequence(PackedSequence):
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OF_ONE_ROW and not object.__getattribute__(self, "building"):
-            raise NotCapturable(f"a layer reads {name} of the record, which differs between rows")
-        return super().__getattribute__(name)
+            raise NotCapturable.read(name)
+        found = super().__getattribute__(name)
+        # every layer asks whether there is one
+        return SomeTree() if name == "tree" and found is not None and not self.building else found
 
     @property
     def num_segments(self) -> int:
@@ -61,8 +75,24 @@ class CapturedSequence(PackedSequence):
         finally:
             self.building.pop()
         if len(self._memo) > known:
+            # put there last, after what it was made of
+            key = next(reversed(self._memo))
+            plan = self._memo[key] = _remembering(plan)
             self.made.append((build, args, plan))
         return plan
+
+    def pairs(self, packed: PackedSequence) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every tensor that kernels read of this row, and what it is for another one.
+
+        Raises:
+            OtherPlan: see `become`.
+        """
+        if self.max_seqlen != packed.max_seqlen:
+            raise OtherPlan
+        yield from tensors_of(self.cu_seqlens, packed.cu_seqlens)
+        yield from tensors_of(self.seq_idx, packed.seq_idx)
+        for build, args, plan in self.made:
+            yield from tensors_of(plan, packed.cached(build, *args))
 
     def become(self, packed: PackedSequence) -> None:
         """Write another row's offsets and plans over this one's, on the device.
@@ -71,11 +101,18 @@ class CapturedSequence(PackedSequence):
             OtherPlan: one of them has another size, or says something on the host that was
                 captured; nothing was written.
         """
-        pairs = [(self.cu_seqlens, packed.cu_seqlens), (self.seq_idx, packed.seq_idx)]
-        for build, args, plan in self.made:
-            pairs += tensors_of(plan, packed.cached(build, *args))
-        for old, new in pairs:
+        for old, new in list(self.pairs(packed)):
             old.copy_(new, non_blocking=True)
+
+
+def _remembering(plan: Any) -> Any:
+    """Return a plan whose records, of rows made of the row, remember plans too."""
+    if isinstance(plan, PackedSequence):
+        return CapturedSequence.of(plan)
+    if isinstance(plan, (tuple, list)):
+        parts = [_remembering(part) for part in plan]
+        return type(plan)(*parts) if hasattr(plan, "_fields") else type(plan)(parts)
+    return plan
 
 
 def tensors_of(plan: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -88,6 +125,8 @@ def tensors_of(plan: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
         if not _alike(plan, other):
             raise OtherPlan
         yield plan, other
+    elif isinstance(plan, CapturedSequence):
+        yield from plan.pairs(other)
     elif isinstance(plan, (tuple, list)):
         if type(plan) is not type(other) or len(plan) != len(other):
             raise OtherPlan

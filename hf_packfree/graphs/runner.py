@@ -115,7 +115,12 @@ class Runner:
     ) -> Tensor | str:
         embeddings = embed()
         kind = (positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad)
-        found = [key for key in self.graphs if key[1] == kind and key[0].holds(packed)]
+        # two trees are hardly ever rounded up to the same sizes
+        seen = self._seen if packed.tree is not None else ()
+        for keys in (self.graphs, seen):
+            found = [key for key in keys if key[1] == kind and key[0].holds(packed)]
+            if found:
+                break
         key = min(found, default=(bucket_of(packed), kind))
         bucket: Bucket = key[0]
         if key in self._given_up:
@@ -246,8 +251,6 @@ class Graphs:
 def _why_not_row(packed: PackedSequence) -> str | None:
     if packed.num_tokens > LONGEST:
         return f"it has more than {LONGEST:,} tokens, for which a graph does not pay"
-    if packed.tree is not None:
-        return "it is a tree of shared prefixes"
     if packed.is_shard:
         return "ranks share it"
     if packed.left_pad_segments:

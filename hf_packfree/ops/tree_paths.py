@@ -1,6 +1,9 @@
 """A row in which documents share their beginnings, see `hf_packfree.packing.tree`, by operations
 that know of documents alone: what a segment reads of its path is gathered in front of it.
 
+Where the record is bounded, what is gathered is filled up by tokens of the row that nobody reads
+there, whose gradients are zero.
+
 Attention and the convolution are one call for the whole row, the delta rule is one for each level
 of depth. The gradient of a shared prefix is a sum over its branches, in fp32 (fp64 if the input
 is).
@@ -20,7 +23,9 @@ from torch.autograd import Function
 
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
-from hf_packfree.packing.tree import ROOT, Tree
+from hf_packfree.packing.bounded import filled
+from hf_packfree.packing.record import Integers
+from hf_packfree.packing.tree import ROOT, Size, Tree
 
 
 class Longer(NamedTuple):
@@ -68,32 +73,45 @@ def plan_paths(packed: PackedSequence) -> Longer:
     several have is taken from the first.
     """
     tree = _tree(packed)
-    return _longer(packed, list(map(tree.path, tree.leaves)))
+    bounds = None if tree.bounds is None else tree.bounds.paths
+    return _longer(packed, list(map(tree.path, tree.leaves)), bounds)
 
 
 def plan_windows(packed: PackedSequence, reach: int) -> Longer:
     """Make a document of every segment and at most `reach` tokens in front of it on its path."""
     tree = _tree(packed)
-    return _longer(packed, [[segment] for segment in range(len(tree.parents))], reach)
+    bounds = None
+    if tree.bounds is not None:
+        # the row's empty documents have no window, and there is one more at least
+        segments = packed.num_segments
+        bounds = Size(packed.num_tokens + reach * segments, segments + 1)
+    return _longer(packed, [[segment] for segment in range(len(tree.parents))], bounds, reach)
 
 
 def plan_levels(packed: PackedSequence) -> Levels:
     """Sort the segments by depth."""
-    tree, device = _tree(packed), packed.cu_seqlens.device
-    tokens, levels, number = list[Any](), list[Level](), dict[int, int]()
-    spans = _spans(tree)
+    tree, device, spans = _tree(packed), packed.cu_seqlens.device, _spans(_tree(packed))
+    tokens, levels, number = list[Integers](), list[Level](), dict[int, int]()
+    back, end = np.empty(packed.num_tokens, dtype=np.int64), 0
     for depth in range(max(tree.depths) + 1):
         members = [segment for segment, found in enumerate(tree.depths) if found == depth]
-        parents = torch.tensor([number.get(tree.parents[one], 0) for one in members], device="cpu")
-        number = {segment: place for place, segment in enumerate(members)}
-        tokens += [spans[segment] for segment in members]
+        own = np.concatenate([spans[segment] for segment in members])
+        back[own] = end + np.arange(len(own))
+        bounds = None if tree.bounds is None else tree.bounds.levels[depth]
         lengths = [tree.lengths[segment] for segment in members]
-        record = PackedSequence.from_lengths(lengths, device=device)
+        record, own = _row(packed, lengths, own, bounds)
+        parents = torch.zeros(record.num_segments, dtype=torch.int64, device="cpu")
+        parents[: len(members)] = torch.tensor(
+            [number.get(tree.parents[one], 0) for one in members]
+        )
+        number = {segment: place for place, segment in enumerate(members)}
         levels.append(Level(record, _to(parents, device) if depth else None))
-    order = torch.from_numpy(np.concatenate(tokens))
-    if bool((order.diff() == 1).all()):
+        tokens.append(own)
+        end += len(own)
+    order = np.concatenate(tokens)
+    if tree.bounds is None and bool((np.diff(order) == 1).all()):
         return Levels(tuple(levels), None, None)
-    return Levels(tuple(levels), _to(order, device), _to(order.argsort(), device))
+    return Levels(tuple(levels), *(_to(torch.from_numpy(one), device) for one in (order, back)))
 
 
 @uncompiled
@@ -179,7 +197,9 @@ class _Gather(Function):
         return total.index_add_(1, tokens, d_out.to(dtype)).to(d_out.dtype), None
 
 
-def _longer(packed: PackedSequence, documents: list[list[int]], reach: int = 0) -> Longer:
+def _longer(
+    packed: PackedSequence, documents: list[list[int]], bounds: Size | None, reach: int = 0
+) -> Longer:
     """Return the row of some documents, each some segments of a path in order, with at most
     `reach` tokens in front of the first of them.
     """
@@ -198,9 +218,22 @@ def _longer(packed: PackedSequence, documents: list[list[int]], reach: int = 0) 
             end += len(span)
         tokens += parts
         lengths.append(sum(map(len, parts)))
-    record = PackedSequence.from_lengths(lengths, device=device)
-    places = (torch.from_numpy(one) for one in (np.concatenate(tokens), own))
-    return Longer(record, *(_to(one, device) for one in places))
+    record, found = _row(packed, lengths, np.concatenate(tokens), bounds)
+    return Longer(record, *(_to(torch.from_numpy(one), device) for one in (found, own)))
+
+
+def _row(
+    packed: PackedSequence, lengths: list[int], tokens: Integers, bounds: Size | None
+) -> tuple[PackedSequence, Integers]:
+    """Return the record of documents made of some tokens of the row, and these tokens, filled up
+    to the bounds.
+    """
+    record = PackedSequence.from_lengths(lengths, device=packed.cu_seqlens.device)
+    if bounds is None:
+        return record, tokens
+    # one after the other: gradients of one token would be added one by one
+    more = np.arange(bounds.tokens - len(tokens)) % packed.num_tokens
+    return filled(record, *bounds, longest=bounds.tokens), np.concatenate([tokens, more])
 
 
 def _in_front(tree: Tree, spans: list[Any], segment: int, count: int) -> list[Any]:

@@ -288,7 +288,8 @@ class PackedSequence:
         def build(packed: PackedSequence) -> Tensor:
             firsts = packed.cu_seqlens
             if packed.tree is not None:
-                before = torch.tensor((*packed.tree.before, 0), dtype=torch.int32, device="cpu")
+                before = torch.zeros(firsts.numel(), dtype=torch.int32, device="cpu")
+                before[: len(packed.tree.before)] = torch.tensor(packed.tree.before)
                 firsts = firsts - before.to(firsts.device, non_blocking=True)
             starts = firsts.index_select(0, packed.seq_idx[0]).long()
             return (torch.arange(packed.num_tokens, device=starts.device) - starts)[None]

@@ -7,9 +7,9 @@ Shapes: T tokens of the row, N segments.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,22 @@ ROOT = -1
 """The parent of a root."""
 
 
+class Size(NamedTuple):
+    """Of a row: its tokens, and the documents in it."""
+
+    tokens: int
+    documents: int
+
+
+class TreeSizes(NamedTuple):
+    """Of the rows that operations make of a tree: its paths one after the other, and the segments
+    of each depth.
+    """
+
+    paths: Size
+    levels: tuple[Size, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Tree:
     """The parent of each segment of a row; host integers alone.
@@ -30,12 +46,15 @@ class Tree:
         parents: N numbers of segments, each before its children; `ROOT` where a path begins.
         before: N, the tokens in front of each segment on its path from the root.
         depths: N, the segments in front of it there.
+        bounds: sizes of plans that other trees share, see `PackedSequence.bounded`; None: of this
+            tree alone.
     """
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     before: tuple[int, ...]
     depths: tuple[int, ...]
+    bounds: TreeSizes | None = None
 
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int | None] | Tensor) -> Tree:
@@ -66,6 +85,23 @@ class Tree:
         """The segments without children, in row order."""
         inner = set(self.parents)
         return [segment for segment in range(len(self.parents)) if segment not in inner]
+
+    @property
+    def sizes(self) -> TreeSizes:
+        """What its paths and its levels have, without bounds."""
+        paths = [self.before[leaf] + self.lengths[leaf] for leaf in self.leaves]
+        levels = [[0, 0] for _ in range(max(self.depths) + 1)]
+        for depth, length in zip(self.depths, self.lengths, strict=True):
+            levels[depth][0] += length
+            levels[depth][1] += 1
+        return TreeSizes(Size(sum(paths), len(paths)), tuple(Size(*level) for level in levels))
+
+    def padded(self, spare: int, bounds: TreeSizes | None = None) -> Tree:
+        """Return the tree of a row that so many tokens of padding follow, a root of their own."""
+        lengths, parents = self.lengths, self.parents
+        if spare:
+            lengths, parents = (*lengths, spare), (*parents, ROOT)
+        return replace(Tree.of(lengths, parents), bounds=bounds)
 
     def upwards(self, segment: int) -> Iterator[int]:
         """Yield a segment, its parent, and so on to the root."""
@@ -138,4 +174,4 @@ def _short(values: Sequence[Any]) -> str:
     return f"[{', '.join(map(str, values[:8]))}{', ...' if len(values) > 8 else ''}]"
 
 
-__all__ = ["ROOT", "Tree", "refuse_tree"]
+__all__ = ["ROOT", "Size", "Tree", "TreeSizes", "refuse_tree"]

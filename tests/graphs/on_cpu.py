@@ -1,4 +1,6 @@
-"""Memory at an address, on a CPU: what the CUDA array interface gives on a GPU."""
+"""In the place of CUDA graphs: runs the layers again where a GPU would replay a graph, with gradients
+at an address, as the CUDA array interface gives it on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_packfree.graphs import capture, gradient_buffers, runner
 from hf_packfree.graphs.gradient_buffers import Address
+from hf_packfree.models import captured_layers
 
 
 def tensor_at(address: Address, like: Tensor) -> Tensor:
-    """In the place of `gradients.tensor_at`."""
+    """In the place of `gradient_buffers.tensor_at`."""
     facts = address.__cuda_array_interface__
     # a class of its own takes attributes
     kind: Any = type("Bytes", (ctypes.c_char * facts["shape"][0],), {})
@@ -20,3 +24,61 @@ def tensor_at(address: Address, like: Tensor) -> Tensor:
     memory.address = address
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+
+
+class Again(capture.Graph):
+    """Runs the layers at every replay, on the tensors that a graph would read and write."""
+
+    def _capture(self, body, pool):
+        self.body = body
+        grads = torch.autograd.grad(body(*self.inputs).sum(), self.parameters, allow_unused=True)
+        self.written = [None if grad is None else grad.clone() for grad in grads]
+        self.gradients = gradient_buffers.Gradients(self.parameters, self.written, self.written)
+
+    def run_forward(self, inputs):
+        # activations lie where gradients of rows before did
+        for written in self.written:
+            if written is not None:
+                written.fill_(float("nan"))
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.detach().copy_(given)
+        with torch.enable_grad():
+            self.live = self.body(*self.inputs)
+        return self.live.detach().clone()
+
+    def run_backward(self, d_out):
+        wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
+        grads = iter(torch.autograd.grad(self.live, wanted, d_out, allow_unused=True))
+        d_inputs = [next(grads) if x.requires_grad else None for x in self.inputs]
+        for written, grad in zip(self.written, grads, strict=True):
+            if written is not None:
+                written.copy_(grad)
+        return d_inputs + self.gradients.hand_out()
+
+
+class OnACPU(capture.Pool):
+    """Memory that nobody shares, and streams that a test names."""
+
+    def __init__(self, device, tokens):
+        self.tokens = tokens
+        self._device, self._last = device, torch.cuda.current_stream(device)
+
+
+class Stream:
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+def let_capture(monkeypatch: Any) -> None:
+    """Let graphs be captured here."""
+    monkeypatch.setattr(runner, "Graph", Again)
+    monkeypatch.setattr(gradient_buffers, "tensor_at", tensor_at)
+    monkeypatch.setattr(runner, "Pool", OnACPU)
+    monkeypatch.setattr(runner, "why_not", lambda module: None)
+    monkeypatch.setattr(captured_layers, "_is_training_step", lambda trunk, row: trunk.training)
+    monkeypatch.setattr(captured_layers, "_unbounded", lambda trunk: None)
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)

@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.graphs import capture, captured_sequence, gradient_buffers, runner
+from hf_packfree.graphs import captured_sequence, runner
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import captured_layers
 from hf_packfree.models.qwen3_5 import tiny_config
@@ -25,52 +25,6 @@ from hf_packfree.parallel import ContextParallel
 from tests.graphs import on_cpu
 from tests.integrations.marks import needs
 from tests.support import CONTROL, LOGIT_TOL, checkpoint_layers
-
-
-class Again(capture.Graph):
-    """Runs the layers at every replay, on the tensors that a graph would read and write."""
-
-    def _capture(self, body, pool):
-        self.body = body
-        grads = torch.autograd.grad(body(*self.inputs).sum(), self.parameters, allow_unused=True)
-        self.written = [None if grad is None else grad.clone() for grad in grads]
-        self.gradients = gradient_buffers.Gradients(self.parameters, self.written, self.written)
-
-    def run_forward(self, inputs):
-        # activations lie where gradients of rows before did
-        for written in self.written:
-            if written is not None:
-                written.fill_(float("nan"))
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.detach().copy_(given)
-        with torch.enable_grad():
-            self.live = self.body(*self.inputs)
-        return self.live.detach().clone()
-
-    def run_backward(self, d_out):
-        wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
-        grads = iter(torch.autograd.grad(self.live, wanted, d_out, allow_unused=True))
-        d_inputs = [next(grads) if x.requires_grad else None for x in self.inputs]
-        for written, grad in zip(self.written, grads, strict=True):
-            if written is not None:
-                written.copy_(grad)
-        return d_inputs + self.gradients.hand_out()
-
-
-class OnACPU(capture.Pool):
-    """Memory that nobody shares, and streams that a test names."""
-
-    def __init__(self, device, tokens):
-        self.tokens = tokens
-        self._device, self._last = device, torch.cuda.current_stream(device)
-
-
-class Stream:
-    def __init__(self):
-        self.waited = []
-
-    def wait_stream(self, other):
-        self.waited.append(other)
 
 
 def _become(self, packed):
@@ -83,15 +37,8 @@ def _become(self, packed):
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
-    monkeypatch.setattr(runner, "Graph", Again)
-    monkeypatch.setattr(gradient_buffers, "tensor_at", on_cpu.tensor_at)
-    monkeypatch.setattr(runner, "Pool", OnACPU)
+    on_cpu.let_capture(monkeypatch)
     monkeypatch.setattr(captured_sequence.CapturedSequence, "become", _become)
-    monkeypatch.setattr(runner, "why_not", lambda module: None)
-    monkeypatch.setattr(captured_layers, "_is_training_step", lambda trunk, row: trunk.training)
-    monkeypatch.setattr(captured_layers, "_unbounded", lambda trunk: None)
-    stream = Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
 
     def padded(packed, bucket):
         spare = bucket.tokens - packed.num_tokens
@@ -194,7 +141,7 @@ def test_a_row_on_another_stream_waits_for_the_one_before(model, monkeypatch):
     """Whose graph may still run there, in memory that is about to be written."""
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
-    first, other = torch.cuda.current_stream(), Stream()
+    first, other = torch.cuda.current_stream(), on_cpu.Stream()
     assert first.waited == []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: other)
     for _ in range(2):
@@ -477,24 +424,11 @@ def test_outputs_of_layers_run_without(model):
     assert of(model).replayed == 0
 
 
-def test_trees_run_without_and_the_report_says_so(model):
-    """Exact all the same: against a model whose layers are in no graph."""
-    row = {"input_ids": torch.randint(3, 60, (1, 40)), "use_cache": False}
-    row["packed_sequence"] = PackedSequence.from_tree([20, 9, 11], [None, 0, 0])
-    other = apply_patches(Qwen3_5ForCausalLM(tiny_config()).train())
-    other.load_state_dict(model.state_dict())
-    alone = other.base_model(**row)[0]
-    for _ in range(4):
-        found = model.base_model(**row)[0]
-    assert of(model).replayed == 0 and torch.equal(found, alone)
-    assert "4 because it is a tree of shared prefixes" in patch_report(model).cuda_graphs
-
-
 def test_a_capture_that_fails_is_not_tried_again(model, monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(Again, "_capture", fails)
+    monkeypatch.setattr(on_cpu.Again, "_capture", fails)
     for _ in range(4):
         hidden(model, ROWS[0]).sum().backward()
     assert (

@@ -1,0 +1,46 @@
+"""A row filled up to sizes that others share, so that its tensors, and those of its plans, have the
+sizes of theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hf_packfree.packing.record import PackedSequence
+
+
+def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) -> PackedSequence:
+    """Return the record of the row, followed by a document of padding and by empty ones.
+
+    Its plans have the sizes of `chunk_plan`'s bounds.
+
+    Args:
+        packed: of a row of fewer documents, and no more tokens.
+        tokens, documents: T and N of the result.
+        longest: its `max_seqlen`.
+    """
+    device, spare = packed.seq_idx.device, tokens - packed.num_tokens
+    ends = torch.full((documents - packed.num_segments,), tokens, dtype=torch.int32)
+    offsets = torch.cat([packed.cu_seqlens_cpu, ends])
+    seq_idx = packed.seq_idx
+    if spare:
+        of_padding = seq_idx.new_full((1, spare), packed.num_segments)
+        seq_idx = torch.cat([seq_idx, of_padding], 1)
+    return replace(
+        packed,
+        cu_seqlens=offsets.to(device, non_blocking=True),
+        cu_seqlens_cpu=offsets,
+        seq_idx=seq_idx,
+        max_seqlen=longest,
+        batch_shape=(1, tokens),
+        indices=None,
+        padding_segments=(),
+        plain=False,
+        bounded=True,
+        _memo={},
+    )
+
+
+__all__ = ["filled"]
