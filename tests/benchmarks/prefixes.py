@@ -9,7 +9,9 @@ segment but the last ones with four children, of 300 tokens each. A step has log
 every sample's tokens (the same function for all, a weight by token), backward and fused AdamW;
 "..., trunk" is forward and backward of the hidden states alone. "loss" tells that all compute the
 same. "tokens" are those that the model computes, "times_as_long" the ratio to the tree's ms, and
-"peak_gib" is without the weights and optimizers of the models that wait.
+"peak_gib" is without the weights and optimizers of the models that wait. "packfree tree, CUDA
+graphs" makes the row's plans in every step, "packfree tree" in its first; "cuda_graphs" says which
+rows were replayed.
 
 tree-recurrence is called through its public `install`; "composed" is its strongest form: FLA's
 convolution and gated norm, Liger's norms and SwiGLU, torch's varlen attention with the keys of each
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_packfree import patch_report
 from hf_packfree.data import PrefixRow, pack_prefixes
 from hf_packfree.ops.tree_paths import gather
 from hf_packfree.packing import PackedSequence
@@ -41,6 +44,8 @@ from tests.benchmarks.timing import Clock, Results, failure, free
 from tests.benchmarks.workloads import COMPOSED, PACKFREE, UNPATCHED_CONV
 
 TREE, PACKED, OTHER = "packfree tree", "packfree packed", "tree-recurrence"
+GRAPHS = f"{TREE}, CUDA graphs"
+OURS = TREE, GRAPHS
 ATTENTION = "along paths of a tree"
 
 
@@ -227,7 +232,8 @@ class Held:
 def models(shape: Shape, device: str, results: Results, stack: ExitStack) -> Held:
     """Build what is compared; a model that cannot be built is a row with its error."""
     held = Held(shape, device, stack, {}, {}, {})
-    held.add(TREE, lambda: variant_of(shape, PACKFREE, device, _dtype(device)))
+    for name, variant in zip(OURS, (PACKFREE, replace(PACKFREE, cuda_graphs="auto")), strict=True):
+        held.add(name, lambda variant=variant: variant_of(shape, variant, device, _dtype(device)))
     # no kernels of other libraries run on a CPU
     bare = Variant(packfree=False)
     theirs = {
@@ -247,12 +253,12 @@ def candidates(held: Held, samples: Sequence[Tensor], whole: bool) -> list[Candi
     rows = {TREE: shared(samples, held.device), PACKED: packed(samples, held.device)}
     words = words_of_trl(rows[TREE])
     found = []
-    for name in [TREE, PACKED, *held.models][: None if whole else 2]:
+    for name in [*OURS, PACKED, *held.models][: None if whole else 3]:
         if name in (one.name for one in found):
             continue
         owner, row = TREE if name == PACKED else name, rows.get(name, rows[TREE])
         inputs = row.inputs
-        if owner != TREE:
+        if owner not in OURS:
             inputs = {k: v for k, v in inputs.items() if k != "packed_sequence"} | words
         optimizer = held.optimizers[owner] if whole else None
         step = step_of(held.models[owner], row, inputs, optimizer)
@@ -290,6 +296,8 @@ def compare(
             "loss": float(one.step()),
             "whole_step": "trunk" not in ending,
         }
+        if one.owner == GRAPHS:
+            result["cuda_graphs"] = patch_report(held.models[GRAPHS]).cuda_graphs
         results.add({"workload": workload, "variant": one.name + ending, **result})
 
 
@@ -328,7 +336,7 @@ def main() -> None:
 
 def fork(held: Held, loads: dict[str, list[Tensor]], results: Results, clock: Clock) -> None:
     """Time tree-recurrence once more where it hands states on by level, beside the tree again."""
-    theirs = [name for name in held.models if name != TREE]
+    theirs = [name for name in held.models if name not in OURS]
     if not theirs:
         return
     from tree_recurrence import Policy, install
@@ -337,7 +345,7 @@ def fork(held: Held, loads: dict[str, list[Tensor]], results: Results, clock: Cl
         install(held.models[name], policy=Policy(fork_min_saved_tokens=0))
     for workload, samples in loads.items():
         found = [
-            replace(one, name=one.name + (", once more" if one.owner == TREE else ", forking"))
+            replace(one, name=one.name + (", once more" if one.owner in OURS else ", forking"))
             for one in candidates(held, samples, True)
             if one.name != PACKED
         ]
