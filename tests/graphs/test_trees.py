@@ -18,7 +18,7 @@ from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import OP as ATTENTION
 from hf_packfree.ops.conv import OP as CONV
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
-from hf_packfree.ops.tree import plan_levels, plan_paths, plan_windows
+from hf_packfree.ops.tree_paths import plan_levels, plan_paths, plan_windows
 from hf_packfree.packing.tree import Size, TreeSizes
 from tests.graphs import on_cpu
 from tests.support import (
