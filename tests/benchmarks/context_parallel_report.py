@@ -38,8 +38,12 @@ def main() -> None:
     """Print the tables, or write them where the page wants them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
-    found, page = every(), report.ROOT / PAGE
-    if not parser.parse_args().write:
+    parser.add_argument("--check", action="store_true", help="fail where the page holds others")
+    options, found, page = parser.parse_args(), every(), report.ROOT / PAGE
+    if options.check:
+        pages = {(PAGE, mark): text for mark, text in found.items()}
+        return report.check(pages, "context_parallel_report")
+    if not options.write:
         print("\n".join(found.values()))
         return
     for mark, text in found.items():

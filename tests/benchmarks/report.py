@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -177,11 +178,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         const=ROOT,
         help="write tables and plot into this checkout's pages",
     )
+    parser.add_argument("--check", action="store_true", help="fail where a page holds others")
     options = parser.parse_args(arguments)
     from tests.benchmarks import short_report
 
     path = options.result or newest(RESULTS)
     found = every_table(path, options.ablation or ablations())
+    if options.check:
+        return check(found)
     if options.write is None:
         print("\n".join(found.values()))
         return
@@ -189,6 +193,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     short_report.draw(short_report.plotted(), options.write / short_report.PLOT)
     for (page, mark), text in found.items():
         (options.write / page).write_text(put_in((options.write / page).read_text(), mark, text))
+
+
+def check(found: dict[tuple[str, str], str], module: str = "report") -> None:
+    """Exit with the names of pages that do not hold these tables, {(page, mark): table}."""
+    held = {page: (ROOT / page).read_text() for page, _ in found}
+    stale = {
+        page for (page, mark), text in found.items() if put_in(held[page], mark, text) != held[page]
+    }
+    if stale:
+        command = f"python -m tests.benchmarks.{module} --write"
+        sys.exit(f"found other tables in {sorted(stale)}; wanted those of the results; {command}")
 
 
 def ablations() -> list[Path]:

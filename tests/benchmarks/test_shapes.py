@@ -7,7 +7,6 @@ import torch
 
 from tests.benchmarks.layers import products
 from tests.benchmarks.media import sixteen_documents
-from tests.benchmarks.profiling import category
 from tests.benchmarks.shapes import (
     SHAPES,
     TOKENS,
@@ -81,37 +80,3 @@ def test_rows_have_names_of_their_own():
     }
     sizes = (1024, 2048, 4096, 8192, TOKENS, 2 * TOKENS, 4 * TOKENS, 5567, 11108)
     assert all(row[2].real_tokens in sizes for group in groups() for row in group.rows)
-
-
-@pytest.mark.parametrize(
-    "kernel, wanted",
-    [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "gemm"),
-        (
-            "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>",
-            "attention",
-        ),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, "
-            "at::native::CUDAFunctor_add<c10::BFloat16>>",
-            "elementwise add",
-        ),
-        (
-            "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>",
-            "copy",
-        ),
-        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "delta rule"),
-        ("recompute_w_u_fwd_kernel", "delta rule"),
-        ("l2norm_fwd_kernel", "delta rule"),
-        ("causal_conv1d_fwd_kernel", "conv"),
-        ("_rms_norm_forward_kernel", "norm"),
-        ("layer_norm_gated_bwd_kernel", "norm"),
-        ("_swiglu_forward_kernel", "swiglu"),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::sigmoid_kernel_cuda>",
-            "other",
-        ),
-    ],
-)
-def test_kernels_have_a_category(kernel, wanted):
-    assert category(kernel) == wanted

@@ -151,7 +151,13 @@ def test_a_default_device_changes_nothing(name):
     assert all(torch.equal(one, other) for one, other in zip(found, wanted))
 
 
-QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+QUIET = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "database": None,
+    # a failure says what it drew, and the line that draws it again
+    "print_blob": True,
+}
 
 
 @pytest.mark.slow

@@ -90,6 +90,17 @@ def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
     }
 
 
+CASES = [(way, False) for way in WRAPPED] + [(way, True) for way in list(WRAPPED)[2:5]]
+"""What is around the model, and whether logits are read."""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """What two ranks found, {(way, backend of the loss, read): each rank's}."""
+    cases = [(way, backend, read) for way, read in CASES for backend in ("torch", "upstream")]
+    return dict(zip(cases, two_ranks(step, cases, tmp_path_factory.mktemp("ranks"))))
+
+
 @integration(
     "torch",
     "loss without logits under DDP and FSDP2",
@@ -97,20 +108,19 @@ def step(rank: int, way: str, backend: str, read: bool) -> dict[str, object]:
     "after it FSDP2's are refused: `UnsupportedInput`",
 )
 @pytest.mark.slow
-def test_wrapped_models_train_as_with_upstreams_loss(tmp_path, record_property):
-    ways = [(way, False) for way in WRAPPED] + [(way, True) for way in list(WRAPPED)[2:5]]
-    cases = [(way, backend, read) for way, read in ways for backend in ("torch", "upstream")]
-    ran = dict(zip(cases, two_ranks(step, cases, tmp_path)))
-    for way, _, read in cases[::2]:
-        for ours, theirs in zip(ran[way, "torch", read], ran[way, "upstream", read]):
-            assert ours["lazy"] and not theirs["lazy"] and ours["unread"] != read, way
-            assert ours["reported"] == "torch"
-            assert ours["hooked"] == "upstream, because lm_head has hooks or a forward of its own"
-            assert abs(ours["loss"] / theirs["loss"] - 1) <= LOSS_TOL
-            record_property("error", error := worst_gradient(ours["grads"], theirs["grads"]))
-            # which bf16 rounds
-            assert error <= (1e-2 if way == "wide outputs" else GRADIENT_TOL), way
-            if read:
-                assert torch.equal(ours["words"], theirs["words"])
-            elif not way.startswith("DDP"):
-                assert ours["refused"], "weights gathered later may be others"
+@pytest.mark.parametrize(
+    ("way", "read"), CASES, ids=[f"{way}{', read' * read}" for way, read in CASES]
+)
+def test_wrapped_models_train_as_with_upstreams_loss(ran, way, read, record_property):
+    for ours, theirs in zip(ran[way, "torch", read], ran[way, "upstream", read]):
+        assert ours["lazy"] and not theirs["lazy"] and ours["unread"] != read
+        assert ours["reported"] == "torch"
+        assert ours["hooked"] == "upstream, because lm_head has hooks or a forward of its own"
+        assert abs(ours["loss"] / theirs["loss"] - 1) <= LOSS_TOL
+        record_property("error", error := worst_gradient(ours["grads"], theirs["grads"]))
+        # which bf16 rounds
+        assert error <= (1e-2 if way == "wide outputs" else GRADIENT_TOL)
+        if read:
+            assert torch.equal(ours["words"], theirs["words"])
+        elif not way.startswith("DDP"):
+            assert ours["refused"], "weights gathered later may be others"

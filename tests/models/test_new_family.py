@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,18 @@ def added(monkeypatch):
 @pytest.fixture(params=[brook.ROW, marsh.ROW], ids=lambda row: row.name)
 def row(request, added):
     return request.param
+
+
+def test_a_text_model_that_derives_from_another_familys_has_its_own_row(added, monkeypatch):
+    class Derived(brook.upstream.BrookModel):
+        pass
+
+    row = SimpleNamespace(upstream=brook.upstream.__name__, trunk_class=lambda: Derived)
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, row))
+    model = tiny(brook.ROW)
+    assert registry.family_of(model) is brook.ROW
+    model.model.__class__ = Derived
+    assert registry.family_of(model) is row
 
 
 def test_without_its_row_it_is_refused():

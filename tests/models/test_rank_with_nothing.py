@@ -28,13 +28,20 @@ def gradients_of(rank: int, options: dict[str, bool]) -> dict[str, torch.Tensor]
     return {name.removeprefix("module."): grad for name, grad in grads.items()}
 
 
+OPTIONS = {"as it is": {}, "with unused parameters": {"find_unused_parameters": True}}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The gradients that two ranks have, {DDP's options: each rank's}."""
+    cases = [(each,) for each in OPTIONS.values()]
+    return dict(zip(OPTIONS, two_ranks(gradients_of, cases, tmp_path_factory.mktemp("ranks"))))
+
+
 @pytest.mark.slow
-def test_a_rank_with_nothing_stays_in_step(tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_rank_with_nothing_stays_in_step(ran, options, rank):
     alone = step(apply_patches(tiny("qwen3_5_moe")), padded_batch("right"))[1]
-    options = [{}, {"find_unused_parameters": True}]
-    for given, ranks in zip(
-        options, two_ranks(gradients_of, [(each,) for each in options], tmp_path)
-    ):
-        for rank, found in enumerate(ranks):
-            doubled = {name: 2 * grad for name, grad in found.items()}
-            assert worst_gradient(doubled, alone) <= GRADIENT_TOL, (given, rank)
+    doubled = {name: 2 * grad for name, grad in ran[options][rank].items()}
+    assert worst_gradient(doubled, alone) <= GRADIENT_TOL

@@ -161,19 +161,27 @@ def of_rank(rank: int, way: str | None, kind: str, adapted: bool) -> dict[str, A
     return found | {"grads": grads}
 
 
+FSDP2 = [("with the rest", False), ("with the norm", True)]
+"""Where it keeps the head, and whether the model has adapters."""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """What two ranks found, {(way, kind of row, adapted): each rank's}; way None: without FSDP2."""
+    cases = [(way, kind, adapted) for way, adapted in FSDP2 for kind in ROWS]
+    cases += [(None, "packed", adapted) for adapted in (False, True)]
+    return dict(zip(cases, two_ranks(of_rank, cases, tmp_path_factory.mktemp("ranks"))))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("way", "adapted"), FSDP2, ids=[way for way, _ in FSDP2])
 @needs("peft")
-def test_fsdp2(tmp_path):
+def test_fsdp2(ran, way, adapted, rank):
     """Ranks call FSDP2's collectives in step, however deep their trees are."""
-    ways = [("with the rest", False), ("with the norm", True)]
-    cases = [(way, kind, adapted) for way, adapted in ways for kind in ROWS]
-    cases += [(None, "packed", adapted) for adapted in (False, True)]
-    ran = dict(zip(cases, two_ranks(of_rank, cases, tmp_path)))
-    for way, adapted in ways:
-        for rank in (0, 1):
-            wanted = ran[way, "packed", adapted][rank]
-            assert_same(ran[way, "shared", adapted][rank], wanted)
-            assert_same(ran[way, "shared", adapted][rank], ran[None, "packed", adapted][rank])
-            if rank:
-                assert_apart(ran[way, "one document", adapted][rank], wanted)
+    wanted = ran[way, "packed", adapted][rank]
+    assert_same(ran[way, "shared", adapted][rank], wanted)
+    assert_same(ran[way, "shared", adapted][rank], ran[None, "packed", adapted][rank])
+    if rank:
+        assert_apart(ran[way, "one document", adapted][rank], wanted)

@@ -55,21 +55,37 @@ def gradients_of(rank: int, way: str, detach: bool):
     return found, training_facts(wrapped)
 
 
-@integration(
-    "torch", "multi-token prediction head with DDP and FSDP2, `lm_head` sharded in any unit"
-)
-@pytest.mark.slow
-def test_two_ranks(record_property, tmp_path):
-    """Every gradient: the language modelling head's has the second loss in it only where it is
-    not detached.
-    """
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """What two ranks found, {(way, detach): each rank's}."""
+    return dict(zip(WAYS, two_ranks(gradients_of, WAYS, tmp_path_factory.mktemp("ranks"))))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Gradients of a loop over documents, {detach: of every parameter}; and what is logged."""
     wanted = {detach: gradients_in_loop(labelled(), detach=detach) for detach in (True, False)}
     assert worst_gradient(wanted[True], wanted[False]) > 0.01
     whole = build(depth=2)
     whole(**packed(labelled()))
-    facts = whole.mtp.training_calls.take()
-    for (way, detach), ranks in zip(WAYS, two_ranks(gradients_of, WAYS, tmp_path)):
-        for found, logged in ranks:
-            record_property("error", error := worst_gradient(found, wanted[detach]))
-            assert error <= 1e-4, way
-            assert logged == pytest.approx(facts, rel=1e-5), way
+    return wanted, whole.mtp.training_calls.take()
+
+
+@integration(
+    "torch", "multi-token prediction head with DDP and FSDP2, `lm_head` sharded in any unit"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "detach"),
+    WAYS,
+    ids=[f"{way}, {'' if detach else 'not '}detached" for way, detach in WAYS],
+)
+def test_two_ranks(ran, alone, way, detach, record_property):
+    """Every gradient: the language modelling head's has the second loss in it only where it is
+    not detached.
+    """
+    wanted, facts = alone
+    for found, logged in ran[way, detach]:
+        record_property("error", error := worst_gradient(found, wanted[detach]))
+        assert error <= 1e-4
+        assert logged == pytest.approx(facts, rel=1e-5)

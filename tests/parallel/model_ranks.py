@@ -41,18 +41,76 @@ HEADS = {
     "qwen3_next": [(1, False), (2, True)],
 }
 
+FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_omni_moe"]
+TRAINED = [
+    "gradients: padded",
+    "logits: padded",
+    "gradients: text alone",
+    "gradients: a loss that is handed nothing, as before 5.17",
+    "gradients: DDP",
+    "gradients: towers alone",
+    "gradients: towers alone, in evaluation",
+    "gradients: pixels alone",
+    "gradients: multi-token prediction",
+    "gradients: FSDP2",
+]
+"""What `ways_of_training` measures, but its control."""
+VERIFIED = {"text": (5, 64, 1, 40), "media": (70, 3, 90)}
+"""{what is in the row that is verified: the documents' lengths}"""
+
+
+def rows_with_head(family: str, depth: int) -> list[str]:
+    """Return the names of the rows that a model with a multi-token prediction head is measured on."""
+    return [*ROWS] if family == "qwen3_5" and depth == 2 else [*ROWS][:2]
+
+
+def rows_with_media(family: str) -> list[str]:
+    """Return the names of the rows with media that a family is measured on."""
+    inside = "inside a sound" if "omni" in family else "inside an image"
+    rows = ["every kind", inside]
+    if family == "qwen3_5":
+        rows += ["before an image", "behind an image", "inside a video", "all media on one rank"]
+    return rows[:1] if family in ("qwen3_5_moe", "qwen3_vl_moe") else rows
+
+
+def key_of(family: str, depth: int, detach: bool, row: str) -> str:
+    """Return the name of a case with a multi-token prediction head."""
+    return f"{family}, depth {depth}, detach {detach}, {row}"
+
+
+def names() -> dict[str, list[str]]:
+    """Return the name of every error that is measured, but controls, {what: its names}."""
+    heads = [
+        key_of(family, depth, detach, row)
+        for family, ways in HEADS.items()
+        for depth, detach in ways
+        for row in rows_with_head(family, depth)
+    ]
+    rows = [f"{family}, {row}" for family in FAMILIES for row in rows_with_media(family)]
+    return {
+        "multi-token prediction": [
+            f"{what}: {key}" for key in heads for what in ("loss", "gradients", "logged")
+        ],
+        "media": [f"{what}: {row}" for row in rows for what in ("loss", "gradients")] + TRAINED,
+        "verification": [
+            f"{what}: {row}"
+            for row in VERIFIED
+            for what in ("logits", "gradients", "influence", "first batch")
+        ],
+    }
+
 
 def alone(x, packed, reach: int):
     """What a shard has behind it where nobody exchanges anything."""
     return pad_row(x[None], len(x) + reach)[0]
 
 
-def measured(rank: int, families: list[str]) -> dict[str, dict[str, float]]:
+def measured(rank: int) -> dict[str, dict[str, float]]:
     """Return {what: {case: error}}; of a control how wrong it is."""
     widen_islands()
     return {
         "multi-token prediction": multi_token(),
-        "media": media(families),
+        "media": media(),
         "verification": verification(),
     }
 
@@ -72,18 +130,14 @@ def multi_token() -> dict[str, float]:
             )
             many.load_state_dict(one.state_dict())
             arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
-            for number, name in enumerate(
-                ROWS if family == "qwen3_5" and depth == 2 else [*ROWS][:2]
-            ):
+            for number, name in enumerate(rows_with_head(family, depth)):
                 given = (
                     batch_of(ROWS[name], 3)
                     | arguments
                     | ({"num_items_in_batch": 7} if number % 2 else {})
                 )
-                key, share = (
-                    f"{family}, depth {depth}, detach {detach}, {name}",
-                    1 if number % 2 else dist.get_world_size(),
-                )
+                key = key_of(family, depth, detach, name)
+                share = 1 if number % 2 else dist.get_world_size()
                 wanted, wanted_gradients = step(one, given)
                 loss, gradients = of_all_ranks(many, given, share)
                 results[f"loss: {key}"] = relative_rms(loss, wanted.loss)
@@ -102,10 +156,10 @@ def multi_token() -> dict[str, float]:
     return results
 
 
-def media(families: list[str]) -> dict[str, float]:
+def media() -> dict[str, float]:
     """Loss and gradients of text, towers, pixels and sounds, by count and by mean."""
     results: dict[str, float] = {}
-    for family in families:
+    for family in FAMILIES:
         one, many = (vision.tiny_vision(family).double() for _ in range(2))
         for config in (one.config.get_text_config(), many.config.get_text_config()):
             config._experts_implementation = "eager"
@@ -117,9 +171,8 @@ def media(families: list[str]) -> dict[str, float]:
             if hasattr(one.config, "audio_config")
             else vision_rows(one, every=family == "qwen3_5")
         )
-        rows = dict([*rows.items()][:1]) if family in ("qwen3_5_moe", "qwen3_vl_moe") else rows
-        for number, (name, row) in enumerate(rows.items()):
-            given = row | balanced | ({"num_items_in_batch": 7} if number % 2 else {})
+        for number, name in enumerate(rows_with_media(family)):
+            given = rows[name] | balanced | ({"num_items_in_batch": 7} if number % 2 else {})
             wanted, wanted_gradients = step_with_media(one, given)
             loss, gradients = of_all(many, given, 1 if number % 2 else dist.get_world_size())
             results[f"loss: {family}, {name}"] = relative_rms(loss, wanted)
@@ -291,13 +344,10 @@ def verification() -> dict[str, float]:
     the ranks see one document.
     """
     results: dict[str, float] = {}
-    for model, lengths in (
-        (tiny().double(), (5, 64, 1, 40)),
-        (vision.tiny_vision("qwen3_5").double(), (70, 3, 90)),
-    ):
+    for name, lengths in VERIFIED.items():
+        model = (tiny() if name == "text" else vision.tiny_vision("qwen3_5")).double()
         apply_patches(model, context_parallel=ContextParallel(dist.group.WORLD, gdn="state"))
         report = verify_packing(model, lengths=lengths)
-        name = f"{', '.join(report.media) or 'text'}, {report.patched.worst_parameter}"
         found = report.patched
         results[f"logits: {name}"] = found.logits
         results[f"gradients: {name}"] = found.gradients

@@ -38,6 +38,55 @@ ROWS = {
     "a rank of padding alone": [5, 1],
 }
 
+WAYS = {
+    "qwen3_5": {"gdn": "state", "attention": "heads"},
+    "qwen3_5_moe": {},
+    "qwen3_next": {"gdn": "state", "attention": "gather"},
+    "llama": {},
+    "lfm2": {},
+    "olmo_hybrid": {"gdn": "state"},
+}
+"""{family: how its whole models are shared}"""
+KEY_HEADS = (1, 2, 4)
+COUNTS = {"count": {"num_items_in_batch": torch.tensor(7)}, "mean": {}}
+"""{how the loss is divided: what says so}"""
+
+
+def rows_of(family: str) -> list[str]:
+    """Return the names of the rows that a family's whole model is measured on."""
+    return [*ROWS] if family == "qwen3_5_moe" else [*ROWS][:2]
+
+
+def delta_ways(world: int) -> list[str]:
+    """Return how 4 key heads' delta rule can be shared by so many ranks."""
+    return ["state"] if 4 % world else [*SHARED]
+
+
+def attention_ways(world: int) -> list[str]:
+    """Return how 4 heads' attention can be shared by so many ranks."""
+    return ["gather"] if 4 % world else [*by_ranks.SHARED]
+
+
+def names_of_ops(world: int) -> list[str]:
+    """Return the name of every error that `ops` measures, but controls."""
+    ways = [*delta_ways(world), "state, documents in segments"]
+    rules = [f"delta rule by {way}" for way in ways]
+    attends = [
+        f"attention by {way}, {keys} key heads"
+        for keys in KEY_HEADS
+        for way in attention_ways(world)
+    ]
+    return [f"{what}: {row}" for row in ROWS for what in (*rules, *attends)]
+
+
+def names_of_models() -> list[str]:
+    """Return the name of every error that `models` measures, but controls."""
+    rows = [f"{family}, {row}" for family in WAYS for row in rows_of(family)]
+    counted = [
+        f"{what}: {row}, {by}" for what in ("loss", "gradients") for row in rows for by in COUNTS
+    ]
+    return counted + [f"logits: {row}" for row in rows]
+
 
 @cache
 def widen_islands() -> None:
@@ -99,29 +148,20 @@ def models(results) -> None:
     """Loss, gathered logits and gradients of whole models against one process, by count and by
     mean; and two controls.
     """
-    ways = {
-        "qwen3_5": {"gdn": "state", "attention": "heads"},
-        "qwen3_5_moe": {},
-        "qwen3_next": {"gdn": "state", "attention": "gather"},
-        "llama": {},
-        "lfm2": {},
-        "olmo_hybrid": {"gdn": "state"},
-    }
-    for family, way in ways.items():
+    for family, way in WAYS.items():
         arguments = {"output_router_logits": True} if family == "qwen3_5_moe" else {}
         one, many = (tiny(family).double() for _ in range(2))
         for model in (one, many):
             model.config._experts_implementation = "eager"
         apply_patches(one, unpacked="native")
         apply_patches(many, context_parallel=ContextParallel(dist.group.WORLD, **way))
-        for name, lengths in ROWS.items() if family == "qwen3_5_moe" else [*ROWS.items()][:2]:
-            batch = batch_of(lengths, len(lengths)) | arguments
-            for count in (torch.tensor(7), None):
-                given = batch if count is None else batch | {"num_items_in_batch": count}
-                share = dist.get_world_size() if count is None else 1
+        for name in rows_of(family):
+            batch = batch_of(ROWS[name], len(ROWS[name])) | arguments
+            for by, count in COUNTS.items():
+                given, share = batch | count, 1 if count else dist.get_world_size()
                 wanted, wanted_gradients = step(one, given)
                 loss, gradients = of_all_ranks(many, given, share)
-                key = f"{family}, {name}, {'mean' if count is None else 'count'}"
+                key = f"{family}, {name}, {by}"
                 results[f"loss: {key}"] = relative_rms(loss, wanted.loss)
                 results[f"gradients: {key}"] = worst(gradients, wanted_gradients)
             with torch.no_grad():
@@ -186,7 +226,7 @@ def delta_rules(results, name, local, random) -> None:
         -0.05 * random(1, row.num_tokens, heads[1]).abs(),
         random(1, row.num_tokens, heads[1]).sigmoid(),
     )
-    for way in ("state",) if heads[0] % local.shard.world else SHARED:
+    for way in delta_ways(local.shard.world):
 
         def rule(x, g, beta, weight, bias, where):
             run, record = (conv_delta_rule, row) if where is row else (SHARED[way], local)
@@ -215,9 +255,9 @@ def short_segments(packed, parallel):
 
 def attentions(results, name, local, random) -> None:
     row, shard = local.shard.row, local.shard
-    for keys in (1, 2, 4):
+    for keys in KEY_HEADS:
         q, k, v = (random(1, row.num_tokens, heads, 8) for heads in (4, keys, keys))
-        for way in ("gather",) if 4 % shard.world else by_ranks.SHARED:
+        for way in attention_ways(shard.world):
 
             def attend(q, k, v, where):
                 return (

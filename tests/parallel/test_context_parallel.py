@@ -18,7 +18,8 @@ from hf_packfree import apply_patches, remove_patches
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.state import state_of
 from hf_packfree.parallel import ContextParallel
-from tests.parallel.ranks import batch_of, measured
+from tests.parallel.ranks import ROWS, batch_of, measured, names_of_models, names_of_ops, rows_of
+from tests.parallel.traps import NAMES
 from tests.support import relative_rms, tiny
 
 EXACT, WRONG = 1e-10, 1e-2
@@ -30,47 +31,50 @@ def groups(tmp_path_factory):
     return measured((2, 3), tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "cases"),
-    [
-        ("loss", 34),
-        ("logits", 17),
-        ("gradients", 34),
-        ("delta rule", 21),
-        ("attention", 63),
-        ("format", 27),
-        ("nothing", 8),
-    ],
-)
-def test_two_ranks_are_one_process(groups, what, cases):
-    errors = {name: error for name, error in groups[0].items() if name.startswith(what)}
-    assert len(errors) == cases
-    assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
+TWO = [*names_of_ops(2), *names_of_models(), *NAMES]
+TAKING_PART = ["cut, unequally", "cut", "whole, unequally", "whole"]
+CUT = [row for row in ROWS if row not in ("edges at cuts", "one token before and behind the cuts")]
+CONTROLS = [
+    *(
+        f"{kind}: {row}"
+        for kind in ("means of means", "documents cut")
+        for row in rows_of("qwen3_5")
+    ),
+    *(f"keys of this rank alone: {row}" for row in CUT),
+]
 
 
 @pytest.mark.slow
-def test_operations_on_three_ranks_are_those_of_one_process(groups):
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_are_one_process(groups, name):
+    assert groups[0][name] <= EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names_of_ops(3))
+def test_operations_on_three_ranks_are_those_of_one_process(groups, name):
     """One document is on all three, and ends at, before and behind cuts."""
-    errors = {name: error for name, error in groups[1].items() if not name.startswith("control")}
-    assert len(errors) >= 28
-    assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
+    assert groups[1][name] <= EXACT
 
 
 @pytest.mark.slow
-def test_all_ranks_exchange_states_where_a_document_is_cut_and_none_elsewhere(groups):
-    found = {name: count for name, count in groups[0].items() if name.startswith("taking part")}
-    assert found.pop("taking part: cut") > 0
-    assert found == dict.fromkeys(
-        ("taking part: cut, unequally", "taking part: whole, unequally", "taking part: whole"), 0
-    )
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_is_wrong_is_found(groups, name):
+    """Means of means, documents that a cut ends, and keys of one rank."""
+    assert groups[0][f"control, {name}"] >= WRONG
 
 
 @pytest.mark.slow
-def test_a_mean_of_means_and_cut_documents_are_wrong(groups):
-    found = {name: error for name, error in groups[0].items() if name.startswith("control")}
-    assert len(found) == 9
-    assert all(error >= WRONG for error in found.values()), found
+@pytest.mark.parametrize("name", TAKING_PART)
+def test_all_ranks_exchange_states_where_a_document_is_cut_and_none_elsewhere(groups, name):
+    count = groups[0][f"taking part: {name}"]
+    assert count > 0 if name == "cut" else count == 0
+
+
+@pytest.mark.slow
+def test_every_number_of_two_ranks_has_a_test(groups):
+    named = {*TWO, *(f"control, {name}" for name in CONTROLS)}
+    assert groups[0].keys() == named | {f"taking part: {name}" for name in TAKING_PART}
 
 
 @pytest.mark.slow

@@ -13,36 +13,52 @@ from hf_packfree.mtp import MTPOptions
 from hf_packfree.packing import shard_row
 from hf_packfree.trainer.training_run import Counts
 from tests.mtp.heads import build
-from tests.parallel.model_ranks import measured
-from tests.parallel.ranks import batch_of, step, worst
+from tests.parallel.model_ranks import HEADS, VERIFIED, key_of, measured, names
+from tests.parallel.ranks import ROWS, batch_of, step, worst
 from tests.ranks import two_ranks
 from tests.support import relative_rms, tiny
 from tests.vision import PATCH, document, image, packed_batch, tiny_vision
 
 EXACT, WRONG = 1e-10, 1e-2
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_omni_moe"]
 PIXELS = {"pixel_values": torch.zeros(16, PATCH), "image_grid_thw": torch.tensor([[1, 4, 4]])}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What two processes measured, in fp64."""
-    return two_ranks(measured, [(FAMILIES,)], tmp_path_factory.mktemp("ranks"))[0]
+    """What each of two processes measured, in fp64."""
+    return two_ranks(measured, [()], tmp_path_factory.mktemp("ranks"))[0]
+
+
+NAMES = names()
+NEXT_TOKENS = [key_of("qwen3_5", *way, [*ROWS][0]) for way in HEADS["qwen3_5"]]
+CONTROLS = {
+    "multi-token prediction": [f"each rank's own next tokens: {key}" for key in NEXT_TOKENS],
+    "media": ["the first features of an image"],
+    "verification": [
+        f"{what}: {row}" for row in VERIFIED for what in ("unpatched", "one document")
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "name"), [(what, one) for what in NAMES for one in NAMES[what]])
+def test_two_ranks_are_one_process(two, what, name):
+    assert max(rank[what][name] for rank in two) <= EXACT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "cases", "controls"),
-    [("multi-token prediction", 44, 2), ("media", 39, 1), ("verification", 12, 4)],
+    ("what", "name"), [(what, one) for what in CONTROLS for one in CONTROLS[what]]
 )
-def test_two_ranks_are_one_process(two, what, cases, controls):
-    for found in (rank[what] for rank in two):
-        wrong = {name: error for name, error in found.items() if name.startswith("control")}
-        assert len(wrong) == controls and all(error >= WRONG for error in wrong.values()), wrong
-        assert {
-            name: error for name, error in found.items() if name not in wrong and not error <= EXACT
-        } == {}
-        assert len(found) >= cases
+def test_what_is_wrong_is_found(two, what, name):
+    assert min(rank[what][f"control, {name}"] for rank in two) >= WRONG
+
+
+@pytest.mark.slow
+def test_every_number_of_two_ranks_has_a_test(two):
+    for rank in two:
+        for what, found in rank.items():
+            assert found.keys() == {*NAMES[what], *(f"control, {one}" for one in CONTROLS[what])}
 
 
 def test_the_callback_counts_the_batch_that_ranks_share():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf_packfree import apply_patches
 from hf_packfree.parallel import ContextParallel
 from tests.input_formats import ROW_FORMATS, ROWS_FORMATS, row_batch, rows_batch
-from tests.parallel.ranks import batch_of, of_all_ranks, step, worst
+from tests.parallel.ranks import COUNTS, batch_of, of_all_ranks, step, worst
 from tests.support import relative_rms, tiny
 
 # its name before torch 2.13
@@ -21,6 +21,12 @@ CUT, WHOLE = [40, 1, 22, 129, 3, 13], [52, 52, 52, 52]
 """Documents of two rows of 208 tokens, the one with a document that two ranks share, the other
 without.
 """
+
+FORMATS = [f"format: {name}" for name in ROW_FORMATS]
+FORMATS += [f"format: rows, {name}" for name in ROWS_FORMATS]
+NOTHING = ("no targets on the first rank", "no targets", "padding behind", "a label of its own")
+NAMES = FORMATS + [f"nothing: {name}, {by}" for name in NOTHING for by in COUNTS]
+"""Of every error that is measured here."""
 
 
 def traps(results) -> None:
@@ -38,13 +44,13 @@ def traps(results) -> None:
 @torch.no_grad()
 def formats(results, one, many) -> None:
     """Logits, in the caller's shape, from every input format of packed and padded batches."""
-    batches = {name: row_batch(name, CUT) for name in ROW_FORMATS}
-    batches |= {f"rows, {name}": rows_batch(name) for name in ROWS_FORMATS}
-    for name, batch in batches.items():
+    batches = [row_batch(name, CUT) for name in ROW_FORMATS]
+    batches += [rows_batch(name) for name in ROWS_FORMATS]
+    for name, batch in zip(FORMATS, batches, strict=True):
         found, wanted = (
             torch.cat(batch.cut(model(**batch.inputs).logits)) for model in (many, one)
         )
-        results[f"format: {name}"] = relative_rms(found, wanted)
+        results[name] = relative_rms(found, wanted)
 
 
 def ranks_with_nothing(results, one, many) -> None:
@@ -65,20 +71,14 @@ def ranks_with_nothing(results, one, many) -> None:
     del padded["position_ids"]
     own = batch_of([5, 9, 3], 1) | {"ignore_index": 3}
     own["labels"][own["labels"] == -100] = 3
-    rows = {
-        "no targets on the first rank": late,
-        "no targets": none,
-        "padding behind": padded,
-        "a label of its own": own,
-    }
-    for name, given in rows.items():
-        for count in ({}, {"num_items_in_batch": torch.tensor(7)}):
+    for name, given in zip(NOTHING, (late, none, padded, own), strict=True):
+        for by, count in COUNTS.items():
             wanted, wanted_gradients = step(one, given | count)
             loss, gradients = of_all_ranks(
                 many, given | count, 1 if count else dist.get_world_size()
             )
             errors = relative_rms(loss, wanted.loss, floor=1e-8), worst(gradients, wanted_gradients)
-            results[f"nothing: {name}, {'count' if count else 'mean'}"] = max(errors)
+            results[f"nothing: {name}, {by}"] = max(errors)
 
 
 def who_takes_part(results, many) -> None:
