@@ -279,11 +279,16 @@ def family_of(model: nn.Module) -> Family | None:
             f"found a {type(model).__name__}; wanted a torch.nn.Module; load the model first, by "
             "from_pretrained of the Auto class that packfree models names, and pass that"
         )
+    found: Family | None = None
     for family in FAMILIES:
         if family.upstream in sys.modules:
             trunk = family.trunk_class()
-            if any(isinstance(module, trunk) for module in model.modules()):
-                return family
+            # a text model may derive from another family's
+            closer = found is None or issubclass(trunk, found.trunk_class())
+            if closer and any(isinstance(module, trunk) for module in model.modules()):
+                found = family
+    if found is not None:
+        return found
     _refuse_before_the_floor(model)
     return family_of_patched(model)
 
