@@ -122,6 +122,20 @@ def test_report_removal_copies_and_twice(family):
 
 
 @pytest.mark.parametrize("family", CORE)
+def test_what_is_saved_of_a_patched_model_is_upstreams(family, tmp_path):
+    """Whoever loads or unpickles it need not know the attention that ran."""
+    model, ids = tiny(family).eval(), documents((40,))[0][None]
+    attention, wanted = model.config._attn_implementation, model(input_ids=ids).logits
+    apply_patches(model).save_pretrained(tmp_path)
+    assert b"packfree" not in (tmp_path / "config.json").read_bytes()
+    assert b"packfree" not in pickle.dumps(copy.deepcopy(model.config))
+    loaded = type(tiny(family)).from_pretrained(tmp_path, attn_implementation=attention)
+    assert not patch_report(loaded).patched and torch.equal(loaded(input_ids=ids).logits, wanted)
+    default = type(loaded).from_pretrained(tmp_path).config._attn_implementation
+    assert default == ("sdpa" if loaded._supports_sdpa and family != "gemma2" else "eager")
+
+
+@pytest.mark.parametrize("family", CORE)
 def test_verify_measures_it(family):
     report = verify_packing(apply_patches(tiny(family)), lengths=(5, 17, 1, 40))
     assert report.family == family and report.patched.influence == 0
@@ -220,8 +234,9 @@ def test_dropout_drops_while_training_and_not_in_evaluation():
     assert_exact(model.eval(), batch)
 
 
-def test_a_cache_is_never_built_of_a_packed_row():
-    model, batch = apply_patches(tiny("llama")), row_batch("positions", EDGES)
+@pytest.mark.parametrize("family", ALL)
+def test_a_cache_is_never_built_of_a_packed_row(family):
+    model, batch = apply_patches(tiny(family)), row_batch("positions", EDGES)
     wanted = model(**batch.inputs).logits
     for use_cache in (True, None):
         found = model(**{**batch.inputs, "use_cache": use_cache})

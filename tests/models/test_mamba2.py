@@ -70,6 +70,7 @@ def test_a_head_that_hands_nothing_on():
     assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), text)
 
 
+@pytest.mark.compat(kernels=False)
 @pytest.mark.parametrize("groups", [1, 8])
 def test_any_number_of_groups(groups):
     """Also the norm's, since transformers 5.23."""
@@ -189,6 +190,7 @@ def test_a_mixer_of_other_sizes_than_its_checkpoints_is_refused():
 
 
 SAVED = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},

@@ -62,7 +62,11 @@ scaled positions, layers without any between them."""
 QUICK = "ministral", "exaone4", "granitemoe", "ministral3"
 REFUSALS = {
     "phimoe": "sliding window is in its mask alone",
+    "doge": "sliding window is in its mask alone",
     "bloom": "does not go through transformers' AttentionInterface",
+    "mpt": "does not go through transformers' AttentionInterface",
+    "mvp": "does not go through transformers' AttentionInterface",
+    "trocr": "does not go through transformers' AttentionInterface",
     "stablelm": "hand no keywords to their attention",
     "llama4_text": "chunks of attention and its temperature follow the row",
     "jamba": "Mamba-1's selective scan",
@@ -131,6 +135,35 @@ def test_others_are_refused_by_name_before_anything_changes(kind):
         apply_patches(model)
     assert classes == [type(module) for module in model.modules()]
     assert not patch_report(model).patched
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        (
+            "nemotron",
+            {"head_dim": 128, "num_key_value_heads": 8},
+            "hand no keywords to their attention",
+        ),
+        ("blt", {}, "window is in its mask alone"),
+    ],
+)
+def test_models_of_published_sizes_are_refused_by_name(kind, fields, reason):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields))
+    with pytest.raises(UnsupportedModel, match=f"of {kind}, .*{reason}"):
+        apply_patches(model)
+
+
+def test_dropout_drops_while_training_and_not_in_evaluation():
+    """Seed-OSS has it behind its attention's output, too."""
+    model, batch = (
+        built("seed_oss", residual_dropout=0.1, attention_dropout=0.1),
+        row_batch("positions", EDGES),
+    )
+    apply_patches(model)
+    assert not torch.equal(model(**batch.inputs).logits, model(**batch.inputs).logits)
+    assert_exact(model.eval(), batch)
 
 
 def test_the_report_says_that_it_is_not_listed_and_what_was_done(capsys, monkeypatch):

@@ -43,12 +43,13 @@ def make_inputs(
     return [q, k, v, -factor * F.softplus(g + shift), beta[..., 0].sigmoid()]
 
 
+@pytest.mark.parametrize("lengths", [EDGES, [1] * 300], ids=["edges of chunks", "tokens alone"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_values_and_gradients_match_the_recurrence(decay: str) -> None:
-    inputs = make_inputs(EDGES, decay=decay)
-    wanted = run(recurrent_kda, inputs, EDGES)
+def test_values_and_gradients_match_the_recurrence(decay: str, lengths: list[int]) -> None:
+    inputs = make_inputs(lengths, decay=decay)
+    wanted = run(recurrent_kda, inputs, lengths)
     for dtype, tolerance in TOLERANCE.items():
-        assert_close(run(kda, [x.to(dtype) for x in inputs], EDGES), wanted, tolerance)
+        assert_close(run(kda, [x.to(dtype) for x in inputs], lengths), wanted, tolerance)
 
 
 @settings(max_examples=20)

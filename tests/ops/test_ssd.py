@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -229,6 +230,15 @@ def test_kernels_get_what_they_compute_with(name, request):
         assert worst(run(ssd, inputs, lengths, backend=name), wanted)[0] <= SINGLE
     assert "selective_scan_cuda" not in sys.modules
     room.fla._kernel.cache_clear()
+
+
+def test_a_package_that_was_compiled_keeps_its_parts(mamba, monkeypatch):
+    compiled = ModuleType("selective_scan_cuda")
+    monkeypatch.setitem(sys.modules, "selective_scan_cuda", compiled)
+    inputs = [x.float() for x in make_inputs([65, 5])]
+    found = ssd(*inputs, PackedSequence.from_lengths([65, 5]), backend="mamba_ssm")
+    assert relative_rms(found, ssd(*inputs, PackedSequence.from_lengths([65, 5]))) <= SINGLE
+    assert sys.modules["selective_scan_cuda"] is compiled
 
 
 def test_rows_beyond_the_kernels_offsets_are_refused(mamba):
