@@ -116,10 +116,11 @@ def plot(path: Path) -> None:
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(7, 5), sharex=True, layout="constrained"
     )
-    for name, curve in losses.items():
-        above.plot(curve, label=name, linewidth=1)
+    for number, (name, curve) in enumerate(losses.items()):
+        look = {"label": name, "linewidth": 1, "color": f"C{number}"}
+        above.plot(curve, **look)
         if name != "one GPU":
-            below.semilogy((curve - losses["one GPU"]).abs(), label=name, linewidth=1)
+            below.semilogy((curve - losses["one GPU"]).abs(), **look)
     above.set(ylabel="loss, nats a byte", title=f"{about['machine']}, {about['date']}")
     below.set(ylabel="difference from one GPU", xlabel="step")
     for side in (above, below):

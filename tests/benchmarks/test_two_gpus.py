@@ -156,7 +156,8 @@ def results(tmp_path):
             for way, loss in (("context parallelism", 12.25), ("data parallelism", 12.2503))
         ],
         "context_parallel_curves": [
-            {"workload": "curves", "variant": "one GPU", "micronats": [5_000_000, 4_000_000]},
+            {"workload": "curves", "variant": "one GPU", "micronats": [5_000_000, 4_000_000]}
+            | {"tokens": 32768, "layers": 4},
             {"workload": "curves", "variant": "two GPUs", "micronats": [5_000_000, 4_000_700]},
         ],
     }
