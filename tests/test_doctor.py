@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_packfree import apply_patches
+from hf_packfree import apply_patches, patch_report
 from hf_packfree.cli import doctor as text
 from hf_packfree.doctor import (
     REQUIREMENTS,
@@ -402,6 +402,21 @@ def test_ranks_are_said_to_share_what_patching_lets_them_share_alone(family):
         assert plan.shared == f"are refused: {what} needs whole rows"
 
 
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("qwen3_next", "linear layers are fused in"),
+        ("qwen3_vl", "linear layers of Qwen3VLTextAttention are fused in"),
+        ("llama", "none is fused, with LoRA or without"),
+    ],
+)
+def test_which_linear_layers_are_fused_is_the_familys(family, said):
+    (plan,) = find_plans(family, "")
+    assert said in plan.linear
+    # as the report says it of a model
+    assert (plan.linear in str(patch_report(apply_patches(tiny(family))))) == (family == "llama")
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("options", "called"),
@@ -450,7 +465,7 @@ IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantised by fp8, other than in 4 bits of bitsandbytes, are called as they are",
+            "linear layers are fused, but not those that are quantised by fp8 (bitsandbytes' 4 bits",
         ),
     ],
 )

@@ -180,7 +180,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         unpacked,
         media,
     )
-    return replace(plan, called=called, linear=linear_layers(config))
+    return replace(plan, called=called, linear=linear_layers(config, family))
 
 
 def _config_of(model: str) -> Any:

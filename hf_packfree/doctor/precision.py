@@ -6,25 +6,41 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_packfree.ops.fused import OP as FUSED
+from hf_packfree.patching.family import Family
+from hf_packfree.patching.report import NOT_FUSED
 
-def linear_layers(config: Any) -> str:
+
+def linear_layers(config: Any, family: Family) -> str:
     """Say where linear layers of a checkpoint, and LoRA on them, run in fused kernels.
 
     A QLoRA trainer quantises what it loads by a config of its own, which is not known here.
 
     Args:
         config: transformers', with `quantization_config` if the checkpoint is quantised.
+        family: the checkpoint's.
     """
+    if (which := _fused_layers(family)) is None:
+        return NOT_FUSED
     quantised = _fields(getattr(config, "quantization_config", None))
     if not quantised:
-        return _plain(_dtype_of(config))
+        return f"{which} {_plain(_dtype_of(config))}"
     if quantised.get("load_in_4bit"):
-        return _in_4_bits(_name(quantised.get("bnb_4bit_compute_dtype")) or "float32")
-    method = quantised.get("quant_method") or "an unknown method"
+        computes_in = _name(quantised.get("bnb_4bit_compute_dtype")) or "float32"
+        return f"{which} in 4 bits (bnb_4bit_compute_dtype={computes_in}) {_in_4_bits(computes_in)}"
+    method = _name(quantised.get("quant_method")) or "an unknown method"
     return (
-        f"linear layers that are quantised by {_name(method)}, other than in 4 bits of "
-        "bitsandbytes, are called as they are, with their LoRA: exact but not fused"
+        f"{which} are fused, but not those that are quantised by {method} (bitsandbytes' 4 bits "
+        "would be): these are called as they are, with their LoRA"
     )
+
+
+def _fused_layers(family: Family) -> str | None:
+    """Name the linear layers that run in fused kernels; None: none does."""
+    if family.fused_layer:
+        return "linear layers"
+    classes = [mixer.cls for mixer in family.mixers if FUSED.name in mixer.ops]
+    return f"linear layers of {', '.join(classes)}" if classes else None
 
 
 def _plain(dtype: str | None) -> str:
@@ -35,20 +51,19 @@ def _plain(dtype: str | None) -> str:
         if dtype == "float32"
         else ""
     )
-    return f"linear layers are fused {found} and under autocast in autocast's{advice}"
+    return f"are fused {found} and under autocast in autocast's{advice}"
 
 
 def _in_4_bits(computes_in: str) -> str:
-    where = f"linear layers in 4 bits (bnb_4bit_compute_dtype={computes_in}) are fused"
     otherwise = "elsewhere they are called as they are"
     if computes_in == "float32":
         return (
-            f"{where} where activations are float32 and autocast is off; {otherwise}, also under "
+            f"are fused where activations are float32 and autocast is off; {otherwise}, also under "
             "TRL's autocast (bf16=True): load it with bnb_4bit_compute_dtype=torch.bfloat16"
         )
     flag = {"bfloat16": " (bf16=True)", "float16": " (fp16=True)"}.get(computes_in, "")
     return (
-        f"{where} under autocast in {computes_in}{flag}, and without it where activations are "
+        f"are fused under autocast in {computes_in}{flag}, and without it where activations are "
         f"{computes_in}, which prepare_model_for_kbit_training makes float32; {otherwise}"
     )
 

@@ -39,6 +39,7 @@ from hf_packfree.patching.registry import FAMILIES, family_of
 
 logger = logging.getLogger("hf_packfree")
 MEASURED = "is in no table; its packed rows were measured on a tiny copy"
+NOT_FUSED = "linear layers are transformers' own: none is fused, with LoRA or without"
 _ATTENTION: dict[str | None, str] = {
     "sdpa": "torch",
     "eager": "torch",
@@ -141,6 +142,7 @@ class PatchReport:
         further += [f"{name}: {reason}" for name, reason in self.left_alone.items()]
         further += [self.context_parallel] if self.context_parallel else []
         further += [self.cuda_graphs] if self.cuda_graphs else []
+        further += [] if "fused" in self.implementations else [NOT_FUSED]
         further += [called_in_words(self.called)] if self.called else []
         further += [f"on this machine's GPUs, {op}: {why}" for op, why in self.why.items()]
         return "\n  ".join((said, *further))
