@@ -59,13 +59,13 @@ def test_a_prefix_that_nobody_reads_is_found(monkeypatch):
 
 def test_branches_that_are_added_wrongly_are_found(monkeypatch):
     """The gradient of one branch alone reaches the prefix."""
-    whole = tree_paths.gather
+    whole = tree_paths.plan_shared
 
-    def first_alone(row, tokens):
-        found = whole(row.detach(), tokens)
-        return found + (row - row.detach())[:, :1].sum() * 0 if row.requires_grad else found
+    def first_alone(*given):
+        others, shared, numbers = whole(*given)
+        return others[:0], shared, numbers[:0]
 
-    monkeypatch.setattr(tree_paths, "gather", first_alone)
+    monkeypatch.setattr(tree_paths, "plan_shared", first_alone)
     with pytest.raises(LeakDetected, match="a gradient differs from a backward per document"):
         verify_packing(apply_patches(tiny()), lengths=(20, 5, 64), tree=True)
 

@@ -35,11 +35,17 @@ class Longer(NamedTuple):
         record: of its documents.
         tokens: int64 [P], the row's token at each place of it.
         own: int64 [T], where each of the row's tokens finds what is computed for it.
+        others: int64 [P - T], the other places.
+        shared: int64 [R], tokens that are there too.
+        numbers: int64 [P - T], which of these each is.
     """
 
     record: PackedSequence
     tokens: Tensor
     own: Tensor
+    others: Tensor
+    shared: Tensor
+    numbers: Tensor
 
 
 class Level(NamedTuple):
@@ -125,8 +131,11 @@ def attend_along_paths(
         attend: takes them for a row of documents.
     """
     plan = packed.cached(plan_paths)
-    q, k, v = (gather(x, plan.tokens) for x in (q, k, v))
-    return attend(q, k, v, plan.record).index_select(1, plan.own)
+    # what a query gives where it is repeated, nobody reads
+    (q,) = _Take.apply(plan.tokens, plan.own, q)
+    k, v = _Share.apply(plan, k, v)
+    (out,) = _Read.apply(plan.own, attend(q, k, v, plan.record))
+    return out  # type: ignore[no-any-return]
 
 
 @uncompiled
@@ -142,10 +151,10 @@ def convolve_along_paths(
         convolve: takes `x` and `packed`, and returns a tensor [1, T, ...] or several.
     """
     plan = packed.cached(plan_windows, taps - 1)
-    found = convolve(x=gather(x, plan.tokens), packed=plan.record)
-    if isinstance(found, Tensor):
-        return found.index_select(1, plan.own)
-    return tuple(part.index_select(1, plan.own) for part in found)
+    (longer,) = _Share.apply(plan, x)
+    found = convolve(x=longer, packed=plan.record)
+    own = _Read.apply(plan.own, *((found,) if isinstance(found, Tensor) else found))
+    return own[0] if isinstance(found, Tensor) else own
 
 
 @uncompiled
@@ -162,7 +171,7 @@ def delta_rule_along_paths(
     """
     plan = packed.cached(plan_levels)
     sizes = [level.record.num_tokens for level in plan.levels]
-    ordered = inputs if plan.order is None else [x.index_select(1, plan.order) for x in inputs]
+    ordered = inputs if plan.order is None else _Take.apply(plan.order, plan.back, *inputs)
     parts = zip(plan.levels, *(x.split(sizes, 1) for x in ordered), strict=True)
     outs, states = list[Tensor](), torch.empty(0)
     for level, *of_level in parts:
@@ -171,7 +180,7 @@ def delta_rule_along_paths(
         out, states = run(*of_level, level.record, begin)
         outs.append(out)
     whole = torch.cat(outs, 1)
-    return whole if plan.back is None else whole.index_select(1, plan.back)
+    return whole if plan.back is None else _Read.apply(plan.back, whole)[0]
 
 
 def gather(row: Tensor, tokens: Tensor) -> Tensor:
@@ -197,6 +206,62 @@ class _Gather(Function):
         return total.index_add_(1, tokens, d_out.to(dtype)).to(d_out.dtype), None
 
 
+class _Take(Function):
+    """Tokens of rows, each to be read in one place: all of `own`, whose gradients are theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, own: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(own)
+        return tuple(row.index_select(1, tokens) for row in rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        (own,) = ctx.saved_tensors
+        return None, None, *(d_out.index_select(1, own) for d_out in d_outs)
+
+
+class _Read(Function):
+    """What is in some places of rows, each once."""
+
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(places)
+        ctx.count = rows[0].shape[1]
+        return tuple(row.index_select(1, places) for row in rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        rows = (d_out.new_zeros((1, ctx.count, *d_out.shape[2:])) for d_out in d_outs)
+        pairs = zip(rows, d_outs, strict=True)
+        return None, *(row.index_copy_(1, places, d_out) for row, d_out in pairs)
+
+
+class _Share(Function):
+    """Rows gathered to a longer one; see `gather`, but that only what is there several times is
+    added.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Longer, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        return tuple(row.index_select(1, plan.tokens) for row in rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Longer = ctx.plan
+        found = [d_out.index_select(1, plan.own) for d_out in d_outs]
+        for d_row, d_out in zip(found, d_outs, strict=True):
+            dtype = torch.promote_types(d_out.dtype, torch.float32)
+            total = d_row.index_select(1, plan.shared).to(dtype)
+            total.index_add_(1, plan.numbers, d_out.index_select(1, plan.others).to(dtype))
+            d_row.index_copy_(1, plan.shared, total.to(d_row.dtype))
+        return None, *found
+
+
 def _longer(
     packed: PackedSequence, documents: list[list[int]], bounds: Size | None, reach: int = 0
 ) -> Longer:
@@ -219,7 +284,25 @@ def _longer(
         tokens += parts
         lengths.append(sum(map(len, parts)))
     record, found = _row(packed, lengths, np.concatenate(tokens), bounds)
-    return Longer(record, *(_to(torch.from_numpy(one), device) for one in (found, own)))
+    plan = found, own, *plan_shared(found, own, bounds is not None)
+    return Longer(record, *(_to(torch.from_numpy(one), device) for one in plan))
+
+
+def plan_shared(
+    tokens: Integers, own: Integers, bounded: bool
+) -> tuple[Integers, Integers, Integers]:
+    """Return `others`, `shared` and `numbers` of `Longer`; as many of the second as there can be,
+    where they are bounded.
+    """
+    is_own, is_shared = np.zeros(len(tokens), dtype=bool), np.zeros(len(own), dtype=bool)
+    is_own[own] = True
+    others = np.flatnonzero(~is_own)
+    is_shared[tokens[others]] = True
+    if bounded:
+        rest = np.flatnonzero(~is_shared)
+        is_shared[rest[: len(others) - int(is_shared.sum())]] = True
+    numbers = np.cumsum(is_shared) - 1
+    return others, np.flatnonzero(is_shared), numbers[tokens[others]]
 
 
 def _row(

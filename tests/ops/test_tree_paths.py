@@ -18,7 +18,7 @@ from hf_packfree.ops import delta_rule as rule_room
 from hf_packfree.ops.attention import attention, attention_with_history
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv
 from hf_packfree.ops.delta_rule import gated_delta_rule, gated_delta_rule_with_states
-from hf_packfree.ops.tree_paths import gather
+from hf_packfree.ops.tree_paths import convolve_along_paths, gather
 from hf_packfree.packing import PackedSequence
 from tests.support import relative_rms
 from tests.trees import CHAIN, GROUP, TURNS, forests
@@ -188,12 +188,21 @@ def test_every_token_attends_once(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_branches_are_added_in_fp32(dtype):
     """Of 4,096 gradients of 1, half precision alone would keep 256 or 2,048."""
+    wanted = torch.tensor(4097.0).to(dtype).item()
     row = torch.zeros(1, 2, 1, dtype=dtype, requires_grad=True)
     gather(row, torch.zeros(4097, dtype=torch.int64)).sum().backward()
-    assert row.grad.dtype == dtype and row.grad.flatten().tolist() == [
-        torch.tensor(4097.0).to(dtype).item(),
-        0.0,
-    ]
+    assert row.grad.dtype == dtype and row.grad.flatten().tolist() == [wanted, 0.0]
+
+    def add_the_one_before(x, packed):
+        return x + F.pad(x[:, :-1], (0, 0, 1, 0))
+
+    # a root with a child that has none, and 4,095 that have
+    row = torch.zeros(1, 8192, 1, dtype=dtype, requires_grad=True)
+    parents = [None, *[0] * 4096, *range(2, 4097)]
+    packed = PackedSequence.from_tree([1] * 8192, parents)
+    convolve_along_paths(row, packed, 2, add_the_one_before).sum().backward()
+    found = row.grad.flatten().tolist()
+    assert row.grad.dtype == dtype and found == [wanted, 1.0, *[2.0] * 4095, *[1.0] * 4095]
 
 
 def test_what_has_no_path_is_refused():
