@@ -95,6 +95,11 @@ def with_states(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
+    cu_seqlens = packed.cached(planned_cu_seqlens)
+    if not qk_l2norm and is_known():
+        inputs = (x.contiguous() for x in (q, k, v, g.float(), beta, initial_state))
+        with torch.cuda.device_of(q):
+            return _WithStates.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return]
     from flash_qla import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule(  # type: ignore[no-any-return]
@@ -106,7 +111,7 @@ def with_states(
         initial_state=initial_state.contiguous(),
         output_final_state=True,
         use_qk_l2norm_in_kernel=qk_l2norm,
-        cu_seqlens=packed.cached(planned_cu_seqlens),
+        cu_seqlens=cu_seqlens,
         auto_cp=False,
     )
 
@@ -165,6 +170,58 @@ class _WholeDocuments(Function):
             *saved, d_out.contiguous(), **ctx.options
         )
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_g, d_beta.to(beta.dtype), None
+
+
+class _WithStates(Function):
+    """The same, from a state of each document's own to the one that it leaves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor,
+        cu_seqlens: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        from flash_qla import chunk_gated_delta_rule_fwd
+
+        sums, solved, out, _, final, *_ = chunk_gated_delta_rule_fwd(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=k.shape[-1] ** -0.5,
+            initial_state=initial_state,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+            auto_cp=False,
+        )
+        ctx.save_for_backward(q, k, v, sums, beta, solved, initial_state)
+        ctx.cu_seqlens = cu_seqlens
+        return out, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        from flash_qla import chunk_gated_delta_rule_bwd
+
+        *saved, initial_state = ctx.saved_tensors
+        q, k, v, _, beta, _ = saved
+        d_q, d_k, d_v, d_beta, d_g, d_initial = chunk_gated_delta_rule_bwd(
+            *saved,
+            d_out.contiguous(),
+            dht=d_final.contiguous(),
+            initial_state=initial_state,
+            scale=k.shape[-1] ** -0.5,
+            cu_seqlens=ctx.cu_seqlens,
+            auto_cp=False,
+        )
+        grads = d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_g, d_beta.to(beta.dtype)
+        return *grads, d_initial, None
 
 
 @cache
