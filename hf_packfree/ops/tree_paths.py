@@ -14,6 +14,7 @@ Shapes: T tokens of the row, P of the longer row that is gathered, N segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -270,20 +271,25 @@ def _longer(
     """
     tree, device = _tree(packed), packed.cu_seqlens.device
     spans, own = _spans(tree), np.full(packed.num_tokens, -1)
-    tokens, lengths, end = list[Any](), list[int](), 0
+    tokens, lengths, unread, end = list[Any](), list[int](), list[int](), 0
     for segments in documents:
         parts = _in_front(tree, spans, segments[0], reach)
-        end += sum(map(len, parts))
+        before = sum(map(len, parts))
+        end += before
         for segment in segments:
             span = spans[segment]
             parts.append(span)
             # of the first document that has it
             if own[span[0]] < 0:
                 own[span] = end + np.arange(len(span))
+            else:
+                before += len(span)
             end += len(span)
         tokens += parts
         lengths.append(sum(map(len, parts)))
+        unread.append(before)
     record, found = _row(packed, lengths, np.concatenate(tokens), bounds)
+    record = replace(record, unread=tuple(unread))
     plan = found, own, *plan_shared(found, own, bounds is not None)
     return Longer(record, *(_to(torch.from_numpy(one), device) for one in plan))
 

@@ -113,6 +113,8 @@ class PackedSequence:
             whole. `is_shard`, `whole_row`, `whole_batch`, `ranks` and `cut` ask for less.
         tree: each segment's parent, where documents share prefixes; None: every segment is a
             document of its own.
+        unread: tokens at each document's beginning that are there for those behind them alone: what
+            operations give for them, nobody reads; empty: of none.
         bounded: whether N, `max_seqlen` and the sizes of plans are bounds that other rows share,
             see `hf_packfree.graphs`: the last segments are empty then.
     """
@@ -128,6 +130,7 @@ class PackedSequence:
     plain: bool = False
     shard: RowShard | None = None
     tree: Tree | None = None
+    unread: tuple[int, ...] = ()
     bounded: bool = False
     _memo: dict[str, Any] = field(default_factory=dict, repr=False)
 

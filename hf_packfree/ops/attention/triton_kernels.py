@@ -2,9 +2,10 @@
 gradients are its own.
 
 A row is cut into blocks from each document's own start, so that a document's blocks do not depend
-on what else is in the row. A program works on one block; `blocks` [B, 3] holds its document's first
-token in the row, its own first token in the document and the document's length. Tokens are counted
-from the document's start, in int32; only the start itself is an int64.
+on what else is in the row. A program works on one block; `blocks` [B, 4] holds its document's first
+token in the row, its own first token in the document, the document's length, and its first token
+that queries: those before are keys alone. Tokens are counted from the document's start, in int32;
+only the start itself is an int64.
 
 Shapes: T tokens, H query heads, HK key heads, D channels, GROUP = H / HK query heads of a key head;
 blocks of BLOCK_M queries or BLOCK_N keys. Softmax and its gradients as in FlashAttention-2 (arXiv
@@ -20,11 +21,12 @@ import triton.language as tl
 
 @triton.jit
 def _block(blocks):
-    """The document's first token in the row, the block's in the document, and the document's
-    length.
+    """The document's first token in the row, the block's in the document, the document's length,
+    and the first of its tokens that queries.
     """
-    offset = blocks + tl.program_id(0) * 3
-    return tl.load(offset).to(tl.int64), tl.load(offset + 1), tl.load(offset + 2)
+    offset = blocks + tl.program_id(0) * 4
+    first, start = tl.load(offset).to(tl.int64), tl.load(offset + 1)
+    return first, start, tl.load(offset + 2), tl.load(offset + 3)
 
 
 @triton.jit
@@ -124,7 +126,7 @@ def attn_fwd(
     """out [T, H, D], and lse [H, T], the base-2 logarithms of the softmax's sums; `scale` and
     `sinks` [H], fp32 or None, hold log2(e). Grid: blocks, H.
     """
-    first, start, length = _block(blocks)
+    first, start, length, _ = _block(blocks)
     # of an empty document, which fills up a plan
     if length == 0:
         return

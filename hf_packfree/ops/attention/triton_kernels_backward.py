@@ -77,7 +77,7 @@ def attn_bwd_dq(
     WINDOW: tl.constexpr,
 ):
     """d_q [T, H, D], and delta [H, T], the sums of out d_out over channels.  Grid: blocks, H."""
-    first, start, length = _block(blocks)
+    first, start, length, _ = _block(blocks)
     head = tl.program_id(1)
     q, k, v = _head_pointers(q, k, v, first, head, q_stride, k_stride, v_stride, GROUP, D)
     head_offset = first * (HEADS * D) + head * D
@@ -176,9 +176,9 @@ def _steps(start, length, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: 
 
 
 @triton.jit
-def _step(step, steps, start, BLOCK_M: tl.constexpr):
+def _step(step, steps, begin, BLOCK_M: tl.constexpr):
     """The query head of this step, among those of the key head, and the document's tokens."""
-    return (step // steps).to(tl.int64), start + step % steps * BLOCK_M + tl.arange(0, BLOCK_M)
+    return (step // steps).to(tl.int64), begin + step % steps * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
 @triton.jit
@@ -216,6 +216,7 @@ def _attn_bwd_dk(
     d_k,
     first,
     start,
+    begin,
     length,
     tokens,
     q_stride,
@@ -239,9 +240,9 @@ def _attn_bwd_dk(
     q, d_out, lse = _query_heads_of(q, d_out, lse, first, head, tokens, q_stride, HEADS, GROUP, D)
     delta += head.to(tl.int64) * GROUP * tokens + first
     dk = tl.zeros([BLOCK_N, D], dtype=tl.float32)
-    steps = _steps(start, length, BLOCK_M, BLOCK_N, WINDOW)
+    steps = _steps(start, length, BLOCK_M, BLOCK_N, WINDOW) - (begin - start) // BLOCK_M
     for step in tl.range(0, steps * GROUP, num_stages=STAGES):
-        q_head, offs_m = _step(step, steps, start, BLOCK_M)
+        q_head, offs_m = _step(step, steps, begin, BLOCK_M)
         queries = _tile(q + q_head * D, offs_m, q_stride, offs_d, length, True)
         do = _tile(d_out + q_head * D, offs_m, HEADS * D, offs_d, length, True)
         lse_i = tl.load(lse + q_head * tokens + offs_m, mask=offs_m < length, other=0.0)[None, :]
@@ -273,6 +274,7 @@ def _attn_bwd_dv(
     d_v,
     first,
     start,
+    begin,
     length,
     tokens,
     q_stride,
@@ -292,9 +294,9 @@ def _attn_bwd_dv(
     keys = _tile(k + first * k_stride + head * D, offs_n, k_stride, offs_d, length, True)
     q, d_out, lse = _query_heads_of(q, d_out, lse, first, head, tokens, q_stride, HEADS, GROUP, D)
     dv = tl.zeros([BLOCK_N, D], dtype=tl.float32)
-    steps = _steps(start, length, BLOCK_M, BLOCK_N, WINDOW)
+    steps = _steps(start, length, BLOCK_M, BLOCK_N, WINDOW) - (begin - start) // BLOCK_M
     for step in tl.range(0, steps * GROUP, num_stages=STAGES):
-        q_head, offs_m = _step(step, steps, start, BLOCK_M)
+        q_head, offs_m = _step(step, steps, begin, BLOCK_M)
         queries = _tile(q + q_head * D, offs_m, q_stride, offs_d, length, True)
         lse_i = tl.load(lse + q_head * tokens + offs_m, mask=offs_m < length, other=0.0)[None, :]
         p = _probs(
@@ -344,7 +346,7 @@ def attn_bwd_dkdv(
     in one program need more registers than there are, so the softmax weights are recomputed twice.
     Grid: blocks, HK, 2.
     """
-    first, start, length = _block(blocks)
+    first, start, length, queried = _block(blocks)
     # the longer half first
     if tl.program_id(2) == 0:
         _attn_bwd_dk(
@@ -357,6 +359,7 @@ def attn_bwd_dkdv(
             d_k,
             first,
             start,
+            tl.maximum(start, queried),
             length,
             tokens,
             q_stride,
@@ -381,6 +384,7 @@ def attn_bwd_dkdv(
             d_v,
             first,
             start,
+            tl.maximum(start, queried),
             length,
             tokens,
             q_stride,

@@ -22,6 +22,7 @@ from hf_packfree.ops.backend import Target, needs_half, needs_triton, refuse_wid
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
+from hf_packfree.packing.record import Integers
 
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
@@ -87,8 +88,8 @@ def reach(q: Tensor, k: Tensor, v: Tensor, longest: int) -> int:
 
 
 def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
-    """Return int32 [B, 3] on the model's device: each block's document's start, its own start in
-    it, and its length.
+    """Return int32 [B, 4] on the model's device: each block's document's start, its own start in
+    it, the document's length, and the first of its blocks whose queries anybody reads.
 
     The blocks with most work come first, so that the last ones to end are short: queries attend to
     the tokens before them, keys are attended to by the tokens after.
@@ -96,12 +97,28 @@ def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
     starts = packed.cu_seqlens_cpu.numpy()
     lengths = np.diff(starts)
     _, document, number = chunk_plan(packed, _BLOCK)
-    start = number * _BLOCK
-    work = lengths[document] - start if of_keys else start
-    blocks = np.stack((starts[document], start, lengths[document]), 1)[
+    unread = np.zeros_like(lengths)
+    unread[: len(packed.unread)] = packed.unread
+    if packed.unread and not of_keys:
+        document, number = _read(packed, document, number, unread)
+    start, first = number * _BLOCK, unread[document] // _BLOCK * _BLOCK
+    work = lengths[document] - np.maximum(start, first) if of_keys else start
+    blocks = np.stack((starts[document], start, lengths[document], first), 1)[
         np.argsort(-work, kind="stable")
     ]
     return torch.from_numpy(blocks).to(packed.cu_seqlens.device, non_blocking=True)
+
+
+def _read(
+    packed: PackedSequence, document: Integers, number: Integers, unread: Integers
+) -> tuple[Integers, Integers]:
+    """Return the blocks without those that nobody reads; in a bounded plan, which keeps its size,
+    they are blocks of the last document, which is empty.
+    """
+    read = (number + 1) * _BLOCK > unread[document]
+    if packed.bounded:
+        return np.where(read, document, len(unread) - 1), np.where(read, number, 0)
+    return document[read], number[read]
 
 
 class _Attention(Function):
@@ -119,7 +136,7 @@ class _Attention(Function):
         from hf_packfree.ops.attention.triton_kernels import attn_fwd
 
         out = q.new_empty(q.shape)
-        lse = q.new_empty(q.shape[2], q.shape[1], dtype=torch.float32)
+        lse = _empty(q, packed, sinks)
         blocks, heads = packed.cached(plan_blocks, False), _heads(q, k, window)
         scores = None if sinks is None else sinks.float() * _LOG2_E
         sizes = q.shape[1], *(x.stride(1) for x in (q, k, v)), scale * _LOG2_E
@@ -147,7 +164,7 @@ class _Attention(Function):
         from hf_packfree.ops.attention import triton_kernels_backward as kernels
 
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        d_out, delta = d_out.contiguous(), torch.empty_like(lse)
+        d_out, delta = d_out.contiguous(), _empty(q, ctx.packed, sinks)
         heads = _heads(q, k, ctx.window)
         d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
         query_blocks, key_blocks = (
@@ -201,6 +218,14 @@ class _Attention(Function):
         )
         d_sinks = _gradient_of_sinks(sinks, lse, delta) if ctx.needs_input_grad[3] else None
         return d_q, d_k, d_v, d_sinks, None, None, None
+
+
+def _empty(q: Tensor, packed: PackedSequence, sinks: Tensor | None) -> Tensor:
+    """Return fp32 [H, T] for what queries sum up to; zeros where the gradient of sinks reads what
+    nobody wrote.
+    """
+    new = q.new_zeros if sinks is not None and packed.unread else q.new_empty
+    return new(q.shape[2], q.shape[1], dtype=torch.float32)
 
 
 def _gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_packfree.graphs.bucket import bucket_of, in_bucket, lengthened
 from hf_packfree.ops.attention import attention, triton_native
+from hf_packfree.ops.tree_paths import plan_paths
 from hf_packfree.packing import PackedSequence
 from tests.ops.triton.compare import DOCUMENTS, assert_matches, random, run
+from tests.trees import GROUP, TURNS
 
 KERNELS = {"attn_fwd", "attn_bwd_dq", "attn_bwd_dkdv"}
 HEADS, KEY_HEADS, SIZE = 4, 2, 16
@@ -64,6 +67,50 @@ def test_windows_and_sinks(window, has_sinks, launched):
     if window != 1:
         leak = op(*inputs, backend="torch", packed=control) - op(*inputs, backend="triton")
         assert leak.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize(
+    "window, has_sinks", [(None, False), (None, True), (17, False), (40, True)], ids=str
+)
+@pytest.mark.parametrize("tree", [GROUP, TURNS], ids=["group", "turns"])
+def test_trees(tree, window, has_sinks, bounded, launched):
+    """A query that several paths have is computed in the first: what the others leave unwritten,
+    NaN here, nobody reads.
+    """
+    tokens, record = sum(tree.lengths), tree.record
+    bucket = bucket_of(record)
+
+    def op(q, k, v, *sinks, backend):
+        options = {"window": window, "sinks": sinks[0] if sinks else None}
+        packed = record
+        if bounded and backend == "triton":
+            packed, (q, k, v) = (
+                in_bucket(record, bucket),
+                (lengthened(x, bucket, 1) for x in (q, k, v)),
+            )
+        out = attention(q, k, v, packed, scale=0.3, backend=backend, **options)
+        return out[:, :tokens]
+
+    inputs = random(
+        (1, tokens, HEADS, SIZE),
+        *[(1, tokens, KEY_HEADS, SIZE)] * 2,
+        *[(HEADS,)] * has_sinks,
+    )
+    assert_matches(op, inputs)
+    assert launched == KERNELS
+
+
+def test_queries_that_nobody_reads_are_not_computed():
+    """But for those that share a block with others; keys are, of every path."""
+    plan = plan_paths(PackedSequence.from_tree([64, 8, 40], [None, 0, 0]))
+    starts = {
+        of_keys: sorted(triton_native.plan_blocks(plan.record, of_keys).tolist())
+        for of_keys in (False, True)
+    }
+    first, second = [[0, 32 * n, 72, 0] for n in range(3)], [72, 64, 104, 64]
+    assert starts[False] == [*first, second, [72, 96, 104, 64]]
+    assert starts[True] == [*first, *[[72, 32 * n, 104, 64] for n in range(4)]]
 
 
 def test_frozen_sinks_leave_the_other_gradients_as_they_are(launched):
