@@ -45,7 +45,7 @@ TOP = (
     "moe-8x2048-padded",
 )
 """Workloads of the first table, as many as it has rows for: what people run by default first."""
-MOST = 10
+MOST = 11
 """Rows of the first table."""
 SIDES = {
     "transformers, padded": ("unpatched padded", "stock padded"),
@@ -120,6 +120,7 @@ SHORT = {
     "2b-32k-lora-fp32-base-autocast": ("unpatched packed", "packfree"),
     "2b-32k-whole-step-autocast": ("unpatched packed", "packfree"),
     "trl-8k-lora": ("unpatched packed", "packfree"),
+    "trl-8k-qlora": ("unpatched packed", "packfree"),
     "trainer-8k-full": ("unpatched packed", "packfree"),
     "2b-32k-packed": ("unpatched packed", "packfree"),
     "2b-32k-whole-step": ("unpatched packed", "packfree"),
