@@ -51,8 +51,8 @@ def bars(
     colours: Sequence[str],
     compared: Mapping[str, str],
 ) -> None:
-    """Draw a horizontal bar per name, from the top, with its value and, but for the first's, how it
-    compares, in the words of the table.
+    """Draw a horizontal bar per name, top to bottom, labelled with its value and, from the second
+    on, with how it compares to the first.
     """
     for place, ((name, value), colour) in enumerate(zip(values.items(), colours, strict=True)):
         axes.barh(place, value or 0.0, color=colour, height=0.6)

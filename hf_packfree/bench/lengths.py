@@ -40,7 +40,7 @@ class Sample:
     Attributes:
         lengths: tokens of each.
         origin: where the lengths come from and what was done to them, in words.
-        cut: how many documents of a file were longer than wanted and count as cut.
+        cut: how many documents of a file were truncated to the longest wanted.
     """
 
     lengths: tuple[int, ...]

@@ -67,7 +67,7 @@ class Document:
 
 
 class Pack(list[Any]):
-    """Examples that share a row, by the lengths that their data set was told.
+    """Examples that share a row, chosen by the lengths that were given with them.
 
     Args:
         examples: for the collator.
@@ -79,7 +79,7 @@ class Pack(list[Any]):
         self.max_length = max_length
 
     def check(self, tokens: int) -> None:
-        """Refuse documents that are longer than the data set was told: nothing else limits a row.
+        """Refuse documents that are longer than the given lengths: a row would exceed `max_length`.
 
         Raises:
             UnsupportedInput: they have more than `max_length` tokens.

@@ -36,10 +36,10 @@ class Plan:
         unpacked: what runs for rows of one document.
         why: {op, or "op in float32": why a faster backend would not run}.
         media: what packed rows may hold: "text", "images", "videos", "audio".
-        shared: what ranks that share a row do, those of `context_parallel`: exchange what, and over
-            what; or what is missing for it.
-        called: {kind of adapter: how many projections it is on}, of adapters that are called as
-            they are, see `PatchReport`.
+        shared: under context parallelism, what the ranks exchange and how; or why they cannot share
+            rows.
+        called: {kind of adapter: how many projections it is on}, of adapters that are not fused, so
+            that their own forward runs; see `PatchReport`.
         linear: of one model, in which dtypes its linear layers are fused, and what would make them
             so.
     """
@@ -79,7 +79,7 @@ def find_devices() -> tuple[tuple[Device, ...], str, str | None]:
 
 
 def _cuda_devices() -> list[Device]:
-    """Return the CUDA devices, each of which was asked for its properties."""
+    """Return the CUDA devices whose properties can be read."""
     import torch
 
     found = []

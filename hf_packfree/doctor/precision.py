@@ -1,5 +1,5 @@
-"""In which dtype a checkpoint's linear layers compute, as its config says, and where they are fused
-then.
+"""The dtype in which a checkpoint's linear layers compute, from its config, and whether they are
+fused in it.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ starts them all at once, with the addresses and sizes that they had; what differ
 
 - `bucket`: a row is padded to a bucket by one document at its end; offsets and plans to a bound.
   So are the rows that operations make of a tree: its paths, and each of its levels.
-- `plans`: every plan that a captured kernel reads is made anew for each row and written where the
-  kernel reads it. A plan of another size or kind, and whatever else would have to be known on the
-  host, keeps a row out of the graph.
+- `captured_sequence`: every plan that a captured kernel reads is made anew for each row and written
+  where the kernel reads it. A plan of another size or kind, and whatever else would have to be
+  known on the host, keeps a row out of the graph.
 - `capture`: the two graphs of a bucket, forward and backward, and their place in autograd.
-- `gradients`: what leaves the backward graph, without a copy.
+- `gradient_buffers`: what leaves the backward graph, without a copy.
 - `checkpointing`: layers that the backward pass runs once more.
 - `settings`: what a graph depends on apart from its inputs; if that changes, it is captured anew.
 - `runner`: which rows are replayed, which are not, and why.

@@ -17,7 +17,8 @@ STEPS = 16
 """Buckets from one power of two to the next: at most 1/16 of a row is padding."""
 STEPS_OF_TREES = 8
 """The same of a tree's paths, and of its levels by the row's tokens: at most 1/8 is added to each,
-for the operations that mix tokens alone."""
+for the operations that mix tokens alone.
+"""
 FINEST = 16
 """Tokens from one bucket to the next, at least."""
 FEWEST_DOCUMENTS = 16
@@ -28,14 +29,14 @@ SHORTEST = 64
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Bounds of rows.
+    """The sizes that rows are padded to.
 
     Attributes:
-        tokens: of the row, padding included.
-        documents: segments of the row, its padding and empty ones at its end included.
-        longest: of a document.
-        tree: of a row of shared prefixes, what its paths and its levels have, as many as the row;
-            None: of rows of documents.
+        tokens: T of the padded row.
+        documents: N of the padded row: its documents, one segment of padding, and empty ones.
+        longest: `max_seqlen` of the padded row.
+        tree: the sizes of the paths and levels that operations make of a tree; None: of rows of
+            documents.
     """
 
     tokens: int
@@ -44,7 +45,7 @@ class Bucket:
     tree: TreeSizes | None = None
 
     def holds(self, packed: PackedSequence) -> bool:
-        """Whether the row fits, and is not much shorter."""
+        """Whether the row fits, and at most 1 / `STEPS` of the bucket is padding."""
         spare = self.tokens - packed.num_tokens
         return (
             0 <= spare <= max(FINEST, self.tokens // STEPS)
@@ -105,8 +106,8 @@ def _up(size: int, step: int) -> int:
 
 
 def in_bucket(packed: PackedSequence, bucket: Bucket) -> PackedSequence:
-    """Return the record of the row, filled up so that N and T are the bucket's, and what plans of a
-    tree have, too.
+    """Return the record padded to the bucket: N and T, and in a tree the sizes of its paths and
+    levels.
     """
     row = filled(packed, bucket.tokens, bucket.documents, bucket.longest)
     if packed.tree is None:

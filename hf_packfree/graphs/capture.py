@@ -25,7 +25,9 @@ Body = Callable[..., Tensor]
 
 
 class Row:
-    """One row's way through a graph: alive until its backward has run, or its output is gone."""
+    """One replay. While it is alive, until its backward has run or its output is freed, the graph
+    may not be replayed again.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -47,7 +49,7 @@ class Pool:
         self._device, self._last = device, torch.cuda.current_stream(device)
 
     def follow(self) -> None:
-        """Let the current stream wait for the one that wrote the memory last."""
+        """Let the current stream wait for the last one that wrote the pool's memory."""
         current = torch.cuda.current_stream(self._device)
         if current != self._last:
             current.wait_stream(self._last)
@@ -59,8 +61,8 @@ class Graph:
 
     Args:
         body: returns one tensor of the given ones.
-        inputs: what it is given, whose sizes stay; copied.
-        parameters: what else has gradients.
+        inputs: examples; those of every replay have these sizes, and are copied to fixed addresses.
+        parameters: what the body reads besides and needs gradients of.
         pool: which graphs share that never run at once.
     """
 

@@ -14,11 +14,12 @@ _OF_ONE_ROW = frozenset(
     {"cu_seqlens_cpu", "lengths", "num_documents", "num_real_tokens", "indices", "padding_segments"}
 )
 """What differs between the rows of a bucket and is known on the host: code that reads it outside of
-a plan could not be replayed for another row."""
+a plan could not be replayed for another row.
+"""
 
 
 class NotCapturable(Exception):
-    """What keeps layers out of a CUDA graph, as a part of a sentence."""
+    """The layers cannot be captured; the message is the reason, as part of a sentence."""
 
     @classmethod
     def read(cls, name: str) -> NotCapturable:
@@ -39,11 +40,11 @@ class OtherPlan(Exception):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CapturedSequence(PackedSequence):
-    """A record that remembers every plan that was made of it, and how.
+    """A record that keeps every plan made from it, with the call that made it.
 
     Attributes:
         made: (build, arguments, plan) of each.
-        building: how many plans are being made, which may read what belongs to this row alone.
+        building: how many plans are being made: only these may read what differs between rows.
     """
 
     made: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
@@ -51,7 +52,7 @@ class CapturedSequence(PackedSequence):
 
     @classmethod
     def of(cls, packed: PackedSequence) -> CapturedSequence:
-        """Return the record as one that remembers, without a plan yet."""
+        """Return such a record of the same row, with no plan yet."""
         return cls(**{**vars(packed), "_memo": {}})
 
     def __getattribute__(self, name: str) -> Any:

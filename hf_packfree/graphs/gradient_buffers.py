@@ -48,7 +48,9 @@ def tensor_at(address: Address, like: Tensor) -> Tensor:
 
 
 def borrowed(x: Tensor) -> Tensor:
-    """Return a tensor of the same memory that does not own it: later captures of its pool may."""
+    """Return a tensor on the same memory that keeps no reference to it: later captures in the pool
+    may take it.
+    """
     return tensor_at(Address(x.data_ptr(), _size(x), None), x)
 
 

@@ -31,7 +31,8 @@ Embed = Callable[[], Tensor]
 """Returns the row's embeddings, [1, T, D]."""
 Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
 """The layers of a text model: embeddings [1, T, D], positions [..., 1, T] and the record, to the
-last hidden states [1, T, D]."""
+last hidden states [1, T, D].
+"""
 
 
 @dataclass(eq=False, repr=False)
@@ -48,7 +49,7 @@ class Runner:
 
     Attributes:
         trunk: the text model.
-        graphs: by bucket and shape of positions, the one that was used last at the end.
+        graphs: by bucket and shape of positions, the most recently used one last.
         reasons: why rows ran without a graph, and how many.
         replayed: how many rows ran in one.
         output: the class of upstream's output.
@@ -68,8 +69,8 @@ class Runner:
     _changes: int = 0
 
     def look(self) -> None:
-        """Notice what changed since the graphs were captured; worth calling before the GPU is
-        waited for.
+        """Drop all graphs if the model, or a setting, changed since they were captured. Called
+        before the host waits for the GPU, the comparison costs no time.
         """
         trunk = self.trunk()
         if trunk is None:
@@ -84,7 +85,7 @@ class Runner:
             self._why_not = "the model's settings change with its steps"
 
     def looked_for(self, packed: PackedSequence) -> None:
-        """Say that `look` was called for the row of this record, and need not be once more."""
+        """Note that `look` has run for this record: `run` will not call it again."""
         self._looked_for = weakref.ref(packed.seq_idx)
 
     def run(
@@ -140,7 +141,9 @@ class Runner:
     def _first(
         self, key: Any, inputs: tuple[Tensor, Tensor], row: PackedSequence, packed: PackedSequence
     ) -> Tensor | str:
-        """Run the row that a graph was captured with; a plan that is none of it fits no other."""
+        """Replay a new graph on the row it was captured for; if even that fails, give its bucket
+        up.
+        """
         found = self._run(key, inputs, row, packed)
         if isinstance(found, str):
             del self.graphs[key]

@@ -1,4 +1,4 @@
-"""What all heads share: a forward with upstream's signature, and the batch that it gets."""
+"""The base of patched heads: a forward with upstream's signature that makes a row of the batch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def is_whole_batch(arguments: dict[str, Any]) -> bool:
 
 
 def forget_losses(output: Any) -> None:
-    """Make losses over no target zero instead of NaN; parameters get gradients, of zeros."""
+    """Make losses over no target 0 instead of NaN, with their graph: all gradients are zeros."""
     for name in ("loss", "aux_loss"):
         if output.get(name) is not None:
             # a mean over nothing is NaN

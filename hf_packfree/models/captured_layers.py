@@ -26,9 +26,9 @@ _READ = frozenset(
         "return_dict",
     }
 )
-"""What the layers of a captured row are given; another argument that is not None keeps it out."""
+"""The arguments that captured layers get; a row with another one, not None, is not replayed."""
 _OF_THE_LOSS = "labels", "shift_labels", "num_items_in_batch"
-"""What upstream's heads hand down to layers that do not read it."""
+"""Keywords that upstream's heads pass down and no layer reads."""
 _OUTPUTS = "output_hidden_states", "output_router_logits", "output_attentions"
 
 
@@ -85,7 +85,7 @@ def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
 
 
 def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
-    """Return why a graph does not give what is wanted of this row, or None."""
+    """Return why this row cannot be replayed, or None."""
     if not has_fixed_frequencies(trunk.config):
         return "its rotary embedding depends on the longest position"
     # a capture would copy activations to memory that is another's by the time of a replay

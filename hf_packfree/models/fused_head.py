@@ -2,8 +2,8 @@
 becomes a row like any other, and what TRL wants of every label is computed by our operation.
 
 TRL puts a forward on the instance (`add_fused_lm_head`), which would go past ours. A patched head
-takes it aside, whenever it comes, and reads the settings from it; where a call wants what we lack,
-it runs after all.
+keeps it aside, whenever it is assigned, and reads its settings. Calls that our operation cannot
+answer run it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class FusedHead:
     Attributes:
         forward: TRL's, bound to the model.
         output: TRL's class of outputs.
-        names: of the fields that are wanted.
-        question: what that means.
+        names: of the output's fields that the caller wants.
+        question: the same, as `layer_log_probs` takes it.
     """
 
     forward: Any

@@ -1,5 +1,5 @@
-"""The weights of linear layers that do nothing else, torch's own or bitsandbytes' in 4 bits, in the
-dtype of their products, which under autocast is autocast's.
+"""Weights of plain linear layers, torch's or bitsandbytes' in 4 bits, in the dtype of their
+products: under autocast, autocast's.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def plain_weight(layer: Any) -> Tensor | None:
 
 
 def qualified_name(thing: Any) -> tuple[str, str]:
-    """The module and the name of a thing's class, to know one that is not imported here."""
+    """Return "module.Class" of an object: classes of optional packages are told by it, without an
+    import.
+    """
     return type(thing).__module__, type(thing).__name__
 
 

@@ -73,8 +73,8 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
 
 
 def spare_columns_for(layers: Iterable[Any], x: Tensor) -> int:
-    """Return the spare columns of rows like x's that the layers read, for their LoRA's h; 0 where
-    the backward pass will not run.
+    """Return how many columns to allocate behind the rows of x, which these layers read, for
+    h = x A' of their LoRA; 0 without a backward pass.
     """
     if not torch.is_grad_enabled():
         return 0

@@ -107,7 +107,7 @@ def _content(value: Any) -> int | Tensor:
 
 
 def _of_all(values: Iterator[Any]) -> int | Tensor:
-    """Return one number for all tensors; others are described."""
+    """Return one checksum of all tensors among the values, 0 if there is none."""
     found = [checksum(value) for value in values if isinstance(value, Tensor)]
     return checksum(torch.stack(found)) if found else 0
 

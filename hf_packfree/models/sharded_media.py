@@ -33,8 +33,8 @@ _FEATURES = {
 def held_media(
     row: dict[str, Any], media: RowMedia, kinds: Iterable[Media], input_ids: Tensor, shard: RowShard
 ) -> tuple[dict[str, Any], dict[str, slice]]:
-    """Return the arguments of the items that a rank computes, None of kinds of which it has none,
-    and what it keeps of them.
+    """Return the media arguments of the items that a rank computes, None for kinds of which it has
+    none, and which of their features it keeps.
 
     Args:
         row: arguments of a model, for all items.
@@ -113,8 +113,8 @@ def _part(lengths: Tensor, items: slice) -> slice:
 def reaching_media(embeddings: nn.Module, media: Iterable[Any]) -> Iterator[None]:
     """Add 0 times all media of the row that want gradients to its embeddings.
 
-    A rank that holds none of them would make no gradient at all where nothing else is trained,
-    while others wait for its own.
+    Where only the towers are trained, a rank without media would otherwise have no gradient to
+    reduce, and the others would wait for it.
     """
     wanted = [x for x in media if isinstance(x, Tensor) and x.requires_grad]
     if not wanted:

@@ -1,7 +1,4 @@
-"""Heads whose class is the user's: a subclass of ours and theirs is made when one is patched.
-
-Not in `heads`, which needs to know nothing of it: such a class is a head like any other.
-"""
+"""Heads whose class is the user's: a subclass of ours and theirs is made when one is patched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call with a tree of shared prefixes cannot have, refused before anything runs."""
+"""Refuse what trees of shared prefixes do not work with, before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_packfree.packing.tree import refuse_tree
 
 
 def check_tree_call(module: Any, packed: PackedSequence, *, media: bool) -> None:
-    """Refuse a tree where a model was patched for something that has none.
+    """Refuse a tree beside media, or beside an option that trees do not work with.
 
     Args:
         module: head or text model.
@@ -21,7 +21,7 @@ def check_tree_call(module: Any, packed: PackedSequence, *, media: bool) -> None
         media: the call has images, videos or audio.
 
     Raises:
-        UnsupportedInput: see there.
+        UnsupportedInput: names what is beside it.
     """
     state = state_of(module)
     refusals = {

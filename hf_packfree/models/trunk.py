@@ -143,10 +143,10 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
 
 
 def check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
-    """Refuse a call of which no head has cut this rank's shard, where one is wanted.
+    """Under context parallelism, refuse a call that no head has cut into shards.
 
     Raises:
-        UnsupportedInput: it is such a call.
+        UnsupportedInput: the text model was called without its head, or with a cache.
     """
     if state_of(trunk).context_parallel is None or packed is not None and packed.is_shard:
         return

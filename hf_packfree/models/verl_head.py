@@ -2,8 +2,9 @@
 from our operation.
 
 With `use_fused_kernels=True` verl assigns a forward to the class of a model, of all models of that
-class, which returns both in the place of logits. On upstream's class, ours finds it where it calls
-upstream's; on ours, `HeadType` keeps it aside. It runs where a call wants what we lack.
+class, which returns both in the place of logits. Assigned to upstream's class, it is what our head
+finds as upstream's forward; assigned to ours, `HeadType` keeps it aside. Calls that our operation
+cannot answer run it.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def _is_ours(head: Any, given: dict[str, Any]) -> bool:
 
 
 def _next_tokens(given: dict[str, Any]) -> Tensor:
-    """Return what verl asks about, [B, S]: the next token of the caller's row, the first at its
-    end.
+    """Return verl's targets [B, S], `torch.roll(input_ids, -1)`: the last token of a row predicts
+    its first.
     """
     if given.get("shift_labels") is not None:
         shifted: Tensor = given["shift_labels"]

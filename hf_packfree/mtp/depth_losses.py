@@ -31,8 +31,8 @@ class DepthLosses:
 
     Attributes:
         sums: each depth's summed cross entropy, with its graph; of a shard its own.
-        facts: per depth [4]: that sum, how many targets there are, how many of them were tried, and
-            how many of these the most likely token hits; of the whole row.
+        facts: per depth [4]: that sum, how many targets there are, how many of them were sampled
+            for the accuracy, and how many of these the most likely token equals; of the whole row.
     """
 
     sums: tuple[Tensor, ...]
@@ -91,8 +91,8 @@ def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: Patch
 
 @torch.no_grad()
 def _hits(hidden: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return how many targets of evenly spaced tokens were tried, and how many the most likely
-    token hits.
+    """Return how many targets were sampled, evenly spaced, and how many of them the most likely
+    token equals.
     """
     count = min(SAMPLE, len(targets))
     some = torch.arange(count, device=hidden.device) * len(targets) // count

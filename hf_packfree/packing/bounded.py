@@ -1,5 +1,5 @@
-"""A row filled up to sizes that others share, so that its tensors, and those of its plans, have the
-sizes of theirs.
+"""A row padded to sizes that other rows share, so that its tensors and its plans have the same
+shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from hf_packfree.packing.record import PackedSequence
 
 
 def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) -> PackedSequence:
-    """Return the record of the row, followed by a document of padding and by empty ones.
+    """Return the record padded to `tokens` and `documents`: by one segment of padding, then empty
+    ones.
 
     Its plans have the sizes of `chunk_plan`'s bounds.
 

@@ -191,8 +191,8 @@ def with_right_context(x: Tensor, packed: PackedSequence, reach: int) -> Tensor:
     """Return [t + reach, ...]: a rank's tokens x [t, ...] and those that follow them, zeros after
     the row's end; x itself of a whole row.
 
-    Where no document is on several ranks nothing is exchanged, and zeros stand for what is of no
-    use.
+    If no document is on several ranks, nothing is exchanged and the tokens are zeros: nobody reads
+    them.
     """
     if not packed.is_shard:
         return x
@@ -246,8 +246,8 @@ def send_left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Ca
 
 
 def left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Tensor:
-    """Return the tokens before a shard that are of its first document, `most` of them at most;
-    nothing is sent if none is cut.
+    """Return the last tokens before a shard that belong to its first document, at most `most`. If
+    no document is on several ranks, nothing is sent.
 
     Args:
         x: [t, ...], this rank's.

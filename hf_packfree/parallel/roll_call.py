@@ -45,7 +45,7 @@ def _store_of(group: Any) -> Any:
 
 
 def _silent_ranks(group: Any, question: str, patience: timedelta) -> list[str]:
-    """Answer, and return, in words, who does not."""
+    """Answer the roll call; return the ranks that do not, in words."""
     store, ranks = _store_of(group), dist.get_process_group_ranks(group)
     keys = [f"hf_packfree/{question}/{rank}" for rank in ranks]
     try:

@@ -20,12 +20,14 @@ from hf_packfree.ops.loss.softmax import SoftmaxGradient
 
 _ELEMENTS = {"cuda": 2**30}
 """Logits of a chunk, by device. On a GPU, large chunks write the fp32 sums of the weight's gradient
-less often: 4,096 tokens of a vocabulary of 248,320."""
+less often: 4,096 tokens of a vocabulary of 248,320.
+"""
 _CHUNKS = 4
 """The most chunks that a batch of few tokens is cut into."""
 _ENOUGH = 2048
 """Tokens of one chunk, at least: below this the logits take less memory than the weight's gradient,
-which the backward pass makes later."""
+which the backward pass makes later.
+"""
 _ELEMENTS_ELSEWHERE = 2**22
 """Logits of a chunk on a CPU, which stay in its caches."""
 _FEWEST = 256
@@ -45,11 +47,11 @@ class Targets:
     """What every token has to predict.
 
     Attributes:
-        flat: int64 [T], -1 where there is nothing to predict; a target that is no word is above all
-            words.
+        flat: int64 [T], -1 where there is nothing to predict; targets below 0 other than that are
+            made larger than V, so that they are no word of it.
         order: int64 [T], the tokens with targets first, in their order; None on the CPU.
-        count: int64 scalar on the host, how many these are; where `ready` is given, from then on.
-        ready: a CUDA event.
+        count: int64 scalar on the host, how many have one; on CUDA not before `ready`.
+        ready: the CUDA event after which `count` is there; None on other devices.
     """
 
     flat: Tensor
@@ -61,7 +63,7 @@ class Targets:
     def of(cls, targets: Tensor, ignore_index: int) -> Targets:
         """Read targets, int64 of any shape, and start to count them.
 
-        Called before a forward pass, the count has come long before the loss wants it.
+        Called before a forward pass, so that the count is on the host before the loss reads it.
         """
         flat = targets.detach().reshape(-1)
         has = flat != ignore_index
@@ -94,7 +96,7 @@ class Gradients:
         x: [N, D], of the tokens that were chosen.
         weight: [V, D].
         bias: [V].
-        factor: takes back what kept half precision from underflowing.
+        factor: undoes the scale that keeps gradients in half precision from underflowing.
     """
 
     x: Tensor | None
@@ -226,8 +228,8 @@ def scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
 
 
 def choose(x: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the tokens [N, D] that have targets, these, and where the tokens were; all of them
-    where nearly all have.
+    """Return x [N, D] of the tokens that have targets, these targets [N], and the tokens' indices
+    [N]; where nearly all have one, all tokens and no indices.
     """
     chosen = targets.chosen()
     if chosen is None:

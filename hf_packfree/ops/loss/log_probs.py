@@ -66,8 +66,8 @@ class Expected:
 
 @dataclass(frozen=True, eq=False)
 class TokenLogProbs:
-    """What a model thinks of given tokens; all of the targets' shape, and zero where there is
-    none.
+    """Log-probabilities of given tokens, and what else was asked of their distributions; all of the
+    targets' shape, and zero where there is none.
 
     Attributes:
         log_probs: fp32 (fp64 of such inputs), with gradient.

@@ -163,11 +163,10 @@ class _Logits(Function):
 
 
 class _Product:
-    """Computes logits from what they would have been computed from in the forward pass, without
-    a history.
+    """Computes the logits of the forward pass later, from its x, weight and bias, without a graph.
 
-    The tensors are held apart from their parameters: to a `.data` of its own, another dtype or
-    device that a parameter is given later, what it was stays.
+    It holds detached tensors: a parameter's `.data` that is assigned later, or its move to another
+    dtype or device, changes nothing here.
     """
 
     def __init__(
