@@ -8,6 +8,7 @@ import copy
 import inspect
 import math
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -206,6 +207,15 @@ def run_alone(model, batch: Batch, weights: list[torch.Tensor], output=lambda ou
         (part * weight).sum().backward()
         parts.append(part.detach())
     return parts, gradients(model)
+
+
+@cache
+def documents_alone(family: str, lengths: tuple[int, ...], attention: str | None = None):
+    """Return what an unpatched tiny model gives documents of these lengths, one by one: outputs, and
+    gradients of the functional `random_weights`.
+    """
+    batch = Batch(documents(lengths), {}, [])
+    return run_alone(tiny(family, attention=attention), batch, random_weights(batch, 128))
 
 
 def gradients(model) -> dict[str, torch.Tensor]:

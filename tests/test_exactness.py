@@ -4,7 +4,6 @@ control that fails.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 
 import pytest
@@ -20,17 +19,15 @@ from tests.support import (
     CONTROL,
     LOGIT_TOL,
     ROW,
-    Batch,
     assert_rounding,
     by_family,
-    documents,
+    documents_alone,
     errors,
     pairwise,
     random_weights,
     recorded,
     relative_rms,
     run,
-    run_alone,
     tiny,
 )
 
@@ -54,28 +51,21 @@ BY_POSITIONS = (
 """Text alone: full attention reads these positions where nothing else is there that says less."""
 
 
-@cache
-def per_document(family, attention, lengths):
-    """Outputs and gradients of the unpatched model, each document in a forward of its own."""
-    batch = Batch(documents(lengths), {}, [])
-    return run_alone(tiny(family, attention=attention), batch, random_weights(batch, 128))
-
-
 def measure(model, batch):
     """Return (logit error, gradient error) of the packed batch against the unpatched model per
     document.
     """
     return errors(
-        run(model, batch, random_weights(batch, 128)), per_document(*key_of(model, batch))
+        run(model, batch, random_weights(batch, 128)), documents_alone(*key_of(model, batch))
     )
 
 
 def key_of(model, batch):
-    """The arguments of `per_document` for this model and these documents."""
+    """The arguments of `documents_alone` for this model and these documents."""
     return (
         family_of(model).name,
-        model.config._attn_implementation,
         tuple(map(len, batch.documents)),
+        model.config._attn_implementation,
     )
 
 
@@ -87,7 +77,7 @@ def leaks(model, batch) -> bool:
     """Whether the unpatched model is a thousand times worse than the limit, or refuses the
     input.
     """
-    wanted, _ = per_document(*key_of(model, batch))
+    wanted, _ = documents_alone(*key_of(model, batch))
     try:
         with torch.no_grad():
             found = batch.cut(model(**batch.inputs).logits)

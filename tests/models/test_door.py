@@ -4,8 +4,6 @@ padded batches, and everything else as transformers has it.
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -36,6 +34,7 @@ from tests.support import (
     assert_exact,
     by_family,
     documents,
+    documents_alone,
     errors,
     pairwise,
     random_weights,
@@ -75,13 +74,6 @@ def of_both(found, wanted):
     return [(logits, {name: grads[name] for name in names}) for logits, grads in (found, wanted)]
 
 
-@cache
-def alone(family, lengths, attention=None):
-    """Logits and gradients of documents of these lengths, one by one, unpatched."""
-    batch = Batch(documents(lengths), {}, [])
-    return run_alone(tiny(family, attention=attention), batch, random_weights(batch, 128))
-
-
 @pytest.mark.compat
 @pytest.mark.parametrize("family", NAMES)
 def test_documents_around_the_window(family, record_property):
@@ -104,13 +96,15 @@ def test_one_row_in_every_form(family, form, attention):
     supported = tiny(family).config._attn_implementation == "sdpa"
     attention = attention if supported else "eager"
     model = apply_patches(tiny(family, attention=attention))
-    assert_exact(model, row_batch(form, ROW), wanted=alone(family, ROW, attention))
+    assert_exact(model, row_batch(form, ROW), wanted=documents_alone(family, ROW, attention))
 
 
 @pytest.mark.parametrize(("family", "form", "_"), pairwise(CORE, list(ROWS_FORMATS), [None]))
 def test_several_rows(family, form, _):
     lengths = tuple(length for row in ROWS for length in row)
-    assert_exact(apply_patches(tiny(family)), rows_batch(form), wanted=alone(family, lengths))
+    assert_exact(
+        apply_patches(tiny(family)), rows_batch(form), wanted=documents_alone(family, lengths)
+    )
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -172,7 +166,7 @@ SIDES = ["right", "left", "both", "an empty row"]
     [(family, side) for family in CORE for side in SIDES]
     + [pytest.param(one, "both", marks=pytest.mark.slow) for one in NAMES[7:]],
 )
-def test_padded_batches_run_real_tokens_alone(family, side, labels):
+def test_padded_batches_run_real_tokens_documents_alone(family, side, labels):
     model, batch = tiny(family), padded_batch(side)
     mask = batch["attention_mask"]
     if labels != "of the collator":

@@ -9,7 +9,6 @@ in `test_tree.py`.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import re
 from importlib import import_module
@@ -47,6 +46,7 @@ from tests.support import (
     Batch,
     assert_patching_is_exact,
     by_family,
+    documents_alone,
     errors,
     random_weights,
     recorded,
@@ -90,13 +90,6 @@ def spread(*cases, names=NAMES):
     return list(dict.fromkeys(pair for kind in kinds for pair in zip(cycle(kind), cases)))
 
 
-@functools.cache
-def alone(family, lengths):
-    """Logits and gradients of documents of these lengths, one by one, unpatched."""
-    batch = row_batch("positions", lengths)
-    return run_alone(tiny(family), batch, random_weights(batch, 128))
-
-
 def with_the_default_cache(batch: Batch) -> Batch:
     """What a plain call says, outside a Trainer: the config's use_cache is on."""
     inputs = {name: value for name, value in batch.inputs.items() if name != "use_cache"}
@@ -107,7 +100,7 @@ def with_the_default_cache(batch: Batch) -> Batch:
 @pytest.mark.parametrize("family", NAMES)
 def test_packed_is_per_document_and_unpatched_leaks(family, record_property):
     model, batch = tiny(family), row_batch("positions", ROW)
-    weights, wanted = random_weights(batch, 128), alone(family, ROW)
+    weights, wanted = random_weights(batch, 128), documents_alone(family, ROW)
     for given in (batch, with_ones(batch)):
         logits, grads = errors(*of_both(run(model, given, weights), wanted))
         assert logits >= CONTROL * LOGIT_TOL and grads >= CONTROL * GRADIENT_TOL, "unpatched leaks"
@@ -130,13 +123,13 @@ def test_before_its_floor_it_is_refused(row):
     ("family", "form"), spread(*(form for form in ROW_FORMATS if "3rows" not in form))
 )
 def test_one_row_in_every_form(family, form):
-    assert_patching_is_exact(tiny(family), row_batch(form, ROW), alone(family, ROW))
+    assert_patching_is_exact(tiny(family), row_batch(form, ROW), documents_alone(family, ROW))
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_eager_attention(family):
     model = tiny(family, attention="eager")
-    assert_patching_is_exact(model, row_batch("positions", ROW), alone(family, ROW))
+    assert_patching_is_exact(model, row_batch("positions", ROW), documents_alone(family, ROW))
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -147,7 +140,7 @@ def test_fp64_is_exact(family, widened):
 @pytest.mark.parametrize(("family", "form"), spread(*ROWS_FORMATS))
 def test_several_rows(family, form):
     lengths = tuple(length for row in ROWS for length in row)
-    assert_patching_is_exact(tiny(family), rows_batch(form), alone(family, lengths))
+    assert_patching_is_exact(tiny(family), rows_batch(form), documents_alone(family, lengths))
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -170,7 +163,7 @@ def test_unpacked_rows_in_our_mixers(family):
 
 
 @pytest.mark.parametrize(("family", "side"), spread(*SIDES, *SIDES))
-def test_padded_batches_run_real_tokens_alone(family, side):
+def test_padded_batches_run_real_tokens_documents_alone(family, side):
     model, batch = tiny(family), padded_batch(side)
     mask = batch["attention_mask"]
     # which padding in front of it would have to predict
