@@ -188,7 +188,8 @@ def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
                 f"found {where} as a {type(module).__name__} from {type(module).__module__}, a "
                 "class put on top of upstream's (FSDP2's fully_shard does that, so do "
                 "parametrizations and subclasses); wanted upstream's own; call "
-                "apply_patches(model) first, wrap afterwards"
+                "apply_patches(model) first, wrap afterwards, or give a family of your own a row "
+                "(docs/adding_a_family.md)"
             )
         if type(module) in pairs and "forward" in vars(module) and not _is_bound_alone(module):
             raise PatchConflict(
