@@ -150,8 +150,8 @@ def _notes(fla: Package) -> list[str]:
 
 
 def _reasons(plans: tuple[Plan, ...]) -> list[str]:
-    """Why a faster backend would not run, each said once; which adapters are called as they are;
-    where linear layers are fused.
+    """Why a faster backend would not run, each said once; which adapters are not fused; in
+    which dtypes linear layers are.
     """
     if not plans:
         return []

@@ -264,7 +264,7 @@ def why_logits_are_made(head: Any) -> str | None:
 
 
 def _why_called(name: str, layer: Any) -> str | None:
-    """Why a last layer is called as it is."""
+    """Return why a last layer is called instead of read as a weight, or None."""
     # FSDP2 makes a class of its own of it, and gathers its weights by hooks
     sharded = isinstance(layer, FSDPModule) and forward_of(layer) is nn.Linear.forward
     if type(layer) is not nn.Linear and not sharded:

@@ -13,7 +13,7 @@ from hf_packfree.packing.tree import refuse_tree
 
 
 def check_tree_call(module: Any, packed: PackedSequence, *, media: bool) -> None:
-    """Refuse a tree beside media, or beside an option that trees do not work with.
+    """Refuse a tree together with media, or with an option that trees do not work with.
 
     Args:
         module: head or text model.
@@ -21,7 +21,7 @@ def check_tree_call(module: Any, packed: PackedSequence, *, media: bool) -> None
         media: the call has images, videos or audio.
 
     Raises:
-        UnsupportedInput: names what is beside it.
+        UnsupportedInput: names the media or the option.
     """
     state = state_of(module)
     refusals = {

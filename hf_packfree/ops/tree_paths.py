@@ -297,8 +297,8 @@ def _longer(
 def plan_shared(
     tokens: Integers, own: Integers, bounded: bool
 ) -> tuple[Integers, Integers, Integers]:
-    """Return `others`, `shared` and `numbers` of `Longer`; as many of the second as there can be,
-    where they are bounded.
+    """Return `others`, `shared` and `numbers` of `Longer`; where `bounded`, `shared` has the
+    largest size that it can have.
     """
     is_own, is_shared = np.zeros(len(tokens), dtype=bool), np.zeros(len(own), dtype=bool)
     is_own[own] = True

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hf_packfree.errors import RankLost
 
 _PATIENCE = timedelta(seconds=5)
-"""How long ranks wait for each other's answer behind an exchange that failed: it fails on all of
-them, but not at once.
+"""How long ranks wait for each other's answer after an exchange failed: it fails on all of them,
+but not at once.
 """
 
 
@@ -29,7 +29,7 @@ def refuse_missing_ranks(group: Any) -> None:
 
 
 def refuse_lost_ranks(group: Any, error: Exception) -> None:
-    """Name the ranks that are gone, behind an exchange that failed; return if all are there.
+    """Name the ranks that are gone after an exchange failed; return if all are there.
 
     Raises:
         RankLost: some do not answer.

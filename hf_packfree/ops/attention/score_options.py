@@ -197,7 +197,7 @@ def _attend_by_scores(
     scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scale / softcap))
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        beside = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, beside], 3)
+        sink_scores = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink_scores], 3)
     weights = scores.softmax(3, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
     return F.dropout(weights, dropout)[..., : v.shape[2]] @ v

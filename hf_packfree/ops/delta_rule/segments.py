@@ -154,8 +154,8 @@ def _time(parts: Sequence[Sequence[int]], parallel: int) -> float:
 
 
 def makespan(sizes: Sequence[int], parallel: int) -> float:
-    """Return when the last of programs ends of which so many run in parallel: they start in order,
-    each when one has ended.
+    """Return when the last of some programs ends: `parallel` of them run at a time, started in
+    order.
     """
     ends = [0.0] * parallel
     heapify(ends)

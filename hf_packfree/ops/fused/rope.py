@@ -1,5 +1,5 @@
-"""Rotary position embedding of queries and keys that one projection left side by side, values
-beside them.
+"""Rotary position embedding of queries and keys in the output of one joined projection of q, k and
+v.
 
 What vision towers do before they attend: the rotation, which upstream computes in fp32 in seven
 passes over memory, and the split into three, whose gradient is put together again, are one pass

@@ -60,16 +60,16 @@ class Chunks(NamedTuple):
         """View rows [R, ...] as [M, h, ...]."""
         return rows.view(-1, self.heads, *rows.shape[1:])
 
-    def beside(self, rows: Tensor, factor: Tensor, name: str, space: Scratch) -> Tensor:
-        """Return rows [R, C, P] times a factor [R, C, 1], the heads side by side, as the buffer
-        `name` [M, C, h P].
+    def heads_joined(self, rows: Tensor, factor: Tensor, name: str, space: Scratch) -> Tensor:
+        """Return rows [R, C, P] times a factor [R, C, 1], with the heads in the last dimension, as
+        the buffer `name` [M, C, h P].
         """
         out = space(name, len(self.B), self.B.shape[1], self.heads, rows.shape[2])
         torch.mul(self.by_head(rows), self.by_head(factor), out=out.transpose(1, 2))
         return out.flatten(2)
 
-    def apart(self, wide: Tensor) -> Tensor:
-        """View what is side by side [m, C, h P] as [m, h, C, P]."""
+    def heads_apart(self, wide: Tensor) -> Tensor:
+        """View [m, C, h P] as [m, h, C, P]."""
         return wide.view(*wide.shape[:2], self.heads, -1).transpose(1, 2)
 
     def whole(self) -> Tensor:
@@ -78,8 +78,8 @@ class Chunks(NamedTuple):
         return whole.expand(-1, -1, -1, self.u.shape[2]).flatten(2)
 
     def writes(self, space: Scratch) -> Tensor:
-        """Return exp(G_C - G) u, the heads side by side."""
-        return self.beside(self.u, self.decays.rest, "writes", space)
+        """Return exp(G_C - G) u, [M, C, h P]."""
+        return self.heads_joined(self.u, self.decays.rest, "writes", space)
 
 
 def opened(steps: tuple[Step, ...]) -> int:
@@ -146,7 +146,7 @@ def outputs(chunks: Chunks, read: Tensor | None, x: Tensor, D: Tensor, space: Sc
     rows = chunks.by_head(y)
     if read is not None:
         decay = chunks.by_head(chunks.decays.decay)
-        rows[-len(read) :].addcmul_(chunks.apart(read), decay[-len(read) :])
+        rows[-len(read) :].addcmul_(chunks.heads_apart(read), decay[-len(read) :])
     rows.addcmul_(chunks.by_head(x), D[:, None, None])
     return y
 

@@ -69,10 +69,10 @@ def gradients(
     d_products = chunks.by_head(d_attend).sum(1)
     d_B, d_C = torch.bmm(d_products.mT, chunks.C), torch.bmm(d_products, chunks.B)
     d_u = torch.bmm(chunks.attend(space).mT, d_y, out=space.like("d_u", d_y))
-    d_read = chunks.beside(d_y, decays.decay, "d_read", space)
+    d_read = chunks.heads_joined(d_y, decays.decay, "d_read", space)
     back, kept = _scan(chunks, steps, states, d_read, d_state, d_B, d_C, space)
     d_g = _decay_gradients(chunks, steps, states, d_attend, d_y, back, kept, space)
-    chunks.by_head(d_u).addcmul_(chunks.apart(back), chunks.by_head(decays.rest))
+    chunks.by_head(d_u).addcmul_(chunks.heads_apart(back), chunks.by_head(decays.rest))
     return Gradients(d_u, d_g, d_B, d_C)
 
 
@@ -124,12 +124,12 @@ def _decay_gradients(
     own = chunks.by_head(d_attend).mul_(chunks.products[:, None])
     # the diagonal is exp(G_i - G_i): what its row and its column get cancels, but for the rounding
     own.diagonal(dim1=2, dim2=3).zero_()
-    wrote = (chunks.apart(back) * chunks.by_head(chunks.u)).sum(-1).mul_(rest)
+    wrote = (chunks.heads_apart(back) * chunks.by_head(chunks.u)).sum(-1).mul_(rest)
     total = own.sum(-1) - own.sum(-2) - wrote
     total[..., -1] += wrote.sum(-1) + kept * decay[..., -1]
     first = opened(steps)
     if first < len(states):
         read = torch.bmm(chunks.C[first:], states[first:], out=space("read", *back[first:].shape))
-        read_gradient = (chunks.apart(read) * chunks.by_head(d_y)[first:]).sum(-1)
+        read_gradient = (chunks.heads_apart(read) * chunks.by_head(d_y)[first:]).sum(-1)
         total[first:].addcmul_(read_gradient, decay[first:])
     return total.flip(-1).cumsum(-1).flip(-1).flatten(0, 1)
