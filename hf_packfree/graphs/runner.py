@@ -26,7 +26,9 @@ SEEN = 2
 CHANGES = 16
 """How often settings may change, and after how many replays once more."""
 MOST = 24
-"""Graphs of one model; the one that was used longest ago goes."""
+"""Graphs of one model; the one that was used longest ago goes. So many are captured, and after
+CHANGES replays once more: a capture takes as long as some steps.
+"""
 Embed = Callable[[], Tensor]
 """Returns the row's embeddings, [1, T, D]."""
 Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
@@ -67,6 +69,7 @@ class Runner:
     _pool: Pool | None = None
     _looked_for: weakref.ref[Tensor] | None = None
     _changes: int = 0
+    _captures: int = 0
 
     def look(self) -> None:
         """Drop all graphs if the model, or a setting, changed since they were captured. Called
@@ -79,7 +82,7 @@ class Runner:
             self.graphs.clear()
             self._given_up.clear()
             self._settings, self._pool = Settings(trunk), None
-            self._changes += 1
+            self._changes, self._captures = self._changes + 1, 0
             self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
             self._why_not = "the model's settings change with its steps"
@@ -135,6 +138,8 @@ class Runner:
             self._seen[key] += 1
             if self._seen[key] < SEEN:
                 return "a row of about this length was not seen before"
+            if self._captures >= MOST + self.replayed // CHANGES:
+                return "rows are of more sizes than graphs pay for"
             return self._capture(key, layers, inputs, row) or self._first(key, inputs, row, packed)
         return self._run(key, inputs, row, packed)
 
@@ -192,6 +197,7 @@ class Runner:
         if self._pool is None or self._pool.tokens < key[0].tokens:
             self.graphs.clear()
             self._pool = Pool(inputs[0].device, key[0].tokens)
+        self._captures += 1
         try:
             with checkpointing.in_capture(trunk):
                 graph = Graph(

@@ -350,6 +350,8 @@ def test_a_longer_row_is_captured_first_and_shorter_ones_again(model):
 def test_the_longest_row_s_memory_stays_when_its_graph_goes(model, monkeypatch):
     """It serves that row once more, and the graphs of shorter ones stay."""
     monkeypatch.setattr(runner, "MOST", 2)
+    # every replay pays for a capture
+    monkeypatch.setattr(runner, "CHANGES", 1)
     for lengths in ((90, 30), (20, 9), (50, 20)):
         for _ in range(2):
             hidden(model, lengths).sum().backward()
@@ -357,6 +359,31 @@ def test_the_longest_row_s_memory_stays_when_its_graph_goes(model, monkeypatch):
     assert [key[0].tokens for key in graphs.graphs] == [32, 80]
     hidden(model, (90, 30)).sum().backward()
     assert [key[0].tokens for key in graphs.graphs] == [80, 128] and graphs._pool is pool
+
+
+def test_captures_are_paid_for_by_replays(model, monkeypatch):
+    """Rows of more sizes than there are graphs: each would take the place of one that is wanted
+    next.
+    """
+    monkeypatch.setattr(runner, "MOST", 2)
+    monkeypatch.setattr(runner, "CHANGES", 4)
+    captures = []
+    monkeypatch.setattr(
+        runner, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args)
+    )
+    sizes = (90, 30), (20, 9), (50, 20)
+    for _ in range(8):
+        for lengths in sizes:
+            hidden(model, lengths).sum().backward()
+    graphs = of(model)
+    assert len(captures) <= 2 + graphs.replayed // 4 and graphs.replayed >= 10
+    assert "of more sizes than graphs pay for" in patch_report(model).cuda_graphs
+    # other weights need other graphs
+    model.base_model.layers[0].requires_grad_(False)
+    before = len(captures)
+    for _ in range(2):
+        hidden(model, sizes[0]).sum().backward()
+    assert len(captures) == before + 1
 
 
 def test_what_cannot_be_captured_is_named(model):
