@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -176,6 +177,15 @@ def test_a_file_name_says_what_it_holds():
     left = [file.name for file in HOUSE.rglob("*.py") if file not in by_convention]
     counted = Counter(name for name in left if not name.startswith("__"))
     assert {name: count for name, count in counted.items() if count > 1} == {}
+
+
+def test_the_files_that_a_room_lists_are_there():
+    listed = [
+        room.with_name(f"{name}.py")
+        for room in HOUSE.rglob("__init__.py")
+        for name in re.findall(r"^- `(\w+)`:", room.read_text(), re.MULTILINE)
+    ]
+    assert listed and [str(file) for file in listed if not file.exists()] == []
 
 
 def test_a_constant_is_a_line():
