@@ -368,9 +368,7 @@ def test_captures_are_paid_for_by_replays(model, monkeypatch):
     monkeypatch.setattr(runner, "MOST", 2)
     monkeypatch.setattr(runner, "CHANGES", 4)
     captures = []
-    monkeypatch.setattr(
-        runner, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args)
-    )
+    monkeypatch.setattr(runner, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args))
     sizes = (90, 30), (20, 9), (50, 20)
     for _ in range(8):
         for lengths in sizes:
