@@ -30,8 +30,9 @@ REFERENCE = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TF32 = 2.0**-11
-"""FLA solves its triangular systems in TF32 at any precision: 1.0e-4 on an H200, 2.7e-7 with
-that constant at "ieee".
+"""FLA solves its triangular systems in TF32 at any precision: 1.0e-4 on an H200, of the gated delta
+rule and of Kimi Delta Attention. With that constant at "ieee" the former is 2.7e-7 off; the latter's
+reference in fp64, whose block inverse alone multiplies in TF32, is 8.5e-5 off.
 """
 NOISE = 5e-3
 """Relative RMS of what is not promised bit for bit: torch's products, and gradients' order of
@@ -105,7 +106,8 @@ def test_equals_the_reference(op, backend, dtype, record, precise, request):
     found = run(op, as_leaves(values, dtype), packed, backend, weight)
     wanted = run(op, as_leaves(values, torch.float64), packed, "torch", weight.to(dtype).double())
     limits = REFERENCE[dtype]
-    if op.name.startswith("delta rule") and (backend, dtype) == ("fla", torch.float32):
+    solves = op.name.startswith("delta rule") or op.function == "kda"
+    if solves and (backend, dtype) == ("fla", torch.float32):
         limits = TF32, limits[1]
     record(
         f"{op.name}, {backend}: values against fp64",

@@ -72,12 +72,14 @@ def test_blocks_cover_every_token_once_and_the_longest_come_first(follows):
     tokens = torch.cat(
         [
             first + torch.arange(start, min(start + 128, length))
-            for first, start, length in blocks.tolist()
+            for first, start, length, _ in blocks.tolist()
         ]
     )
     assert torch.equal(tokens.sort().values, torch.arange(packed.num_tokens))
     work = blocks[:, 2] - blocks[:, 1] if follows else blocks[:, 1]
     assert (work.diff() <= 0).all()
+    # somebody reads every query
+    assert not blocks[:, 3].any()
     assert {tuple(block[::2]) for block in blocks.tolist()} == {
         (0, 1),
         (1, 128),
