@@ -15,7 +15,7 @@ from hf_packfree.models.attention import drops_out
 from hf_packfree.models.base import Replacement, size_of_linear
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.ops.backend import installed
-from hf_packfree.ops.fused.linear import NARROW
+from hf_packfree.ops.fused.linear import COMPARED, NARROW
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import trunks
@@ -34,45 +34,6 @@ _RELEASES = {
     if row.batch_invariant and row.name != "torch"
 }
 """How the version of each package began there."""
-_COMPARED = frozenset(
-    {
-        # 0.8B
-        (6144, 1024),
-        (4096, 1024),
-        (2048, 1024),
-        (512, 1024),
-        (3584, 1024),
-        (1024, 2048),
-        (1024, 3584),
-        # 2B
-        (6144, 2048),
-        (4096, 2048),
-        (2048, 2048),
-        (512, 2048),
-        (2048, 6144),
-        # 4B
-        (9216, 2560),
-        (8192, 2560),
-        (4096, 2560),
-        (1024, 2560),
-        (2560, 4096),
-        (2560, 9216),
-        # 9B
-        (12288, 4096),
-        (8192, 4096),
-        (4096, 4096),
-        (1024, 4096),
-        (4096, 12288),
-        # 27B
-        (17408, 5120),
-        (12288, 5120),
-        (10240, 5120),
-        (6144, 5120),
-        (1024, 5120),
-        (5120, 6144),
-        (5120, 17408),
-    }
-)
 """(outputs, inputs) of the published models' products, which torch's library computed alike in
 rows of any length.
 """
@@ -189,7 +150,7 @@ def _widths(model: nn.Module, family: Family) -> str | None:
         layers: Any = trunk.layers
         for name, layer in layers.named_modules(prefix="layers"):
             size = size_of_linear(layer) if isinstance(layer, nn.Linear) else (0, 0)
-            if size[0] >= NARROW and size not in _COMPARED:
+            if size[0] >= NARROW and size not in COMPARED:
                 return (
                     f"batch invariance was not tested for products of {size[1]} inputs and "
                     f"{size[0]} outputs: {name}"

@@ -27,6 +27,48 @@ read them together.
 _MIN_ROWS = 1024
 """Below, cuBLAS may choose split-K; from here on it did not for the published models' wide layers
 on an H200 (tests/gpu/test_ops.py)."""
+COMPARED = frozenset(
+    {
+        # 0.8B
+        (6144, 1024),
+        (4096, 1024),
+        (2048, 1024),
+        (512, 1024),
+        (3584, 1024),
+        (1024, 2048),
+        (1024, 3584),
+        # 2B
+        (6144, 2048),
+        (4096, 2048),
+        (2048, 2048),
+        (512, 2048),
+        (2048, 6144),
+        # 4B
+        (9216, 2560),
+        (8192, 2560),
+        (4096, 2560),
+        (1024, 2560),
+        (2560, 4096),
+        (2560, 9216),
+        # 9B
+        (12288, 4096),
+        (8192, 4096),
+        (4096, 4096),
+        (1024, 4096),
+        (4096, 12288),
+        # 27B
+        (17408, 5120),
+        (12288, 5120),
+        (10240, 5120),
+        (6144, 5120),
+        (1024, 5120),
+        (5120, 6144),
+        (5120, 17408),
+    }
+)
+"""(outputs, inputs) of Qwen3.5's layers, whose products were compared there: the same bits in any
+row of that many tokens.
+"""
 # tokens of a program
 _ROWS = 64
 # inputs of a tile, by outputs of a tile: what fits in shared memory
@@ -115,6 +157,7 @@ def _launch_narrow(x: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor])
 
 
 __all__ = [
+    "COMPARED",
     "NARROW",
     "autocast_as_in_forward",
     "linear_forward",
