@@ -111,7 +111,7 @@ def _unbounded(trunk: Any) -> str | None:
         return f"attention runs in {loaded}, which was not tried with empty documents"
     mixing = ((op, name) for op, name in kernels.items() if OPS[op].leaks is not None)
     for op, name in mixing:
-        if not OPS[op].backend(name).bounded:
+        if not OPS[op].backend(name).runs_bounded:
             return f"{op} runs in {name}, which was not tried with empty documents"
     return None
 

@@ -97,7 +97,8 @@ class Backend:
         compiles: how long it compiles or tunes its kernels when they first run.
         tuned: whether it chooses their shapes by timing them, in each process anew.
         bounded: whether it runs rows with empty documents at their end and plans of a bound, as
-            CUDA graphs have them, where `tests/gpu` ran; see `PackedSequence.bounded`.
+            CUDA graphs have them, where `tests/gpu` ran; see `PackedSequence.bounded`. Or a
+            function that says so of the installed release.
     """
 
     run: Callable[..., Any] | None = None
@@ -108,7 +109,12 @@ class Backend:
     long: LongDocuments | None = None
     compiles: Literal["seconds", "minutes"] | None = None
     tuned: bool = False
-    bounded: bool = False
+    bounded: bool | Callable[[], bool] = False
+
+    @property
+    def runs_bounded(self) -> bool:
+        """What `bounded` says, here."""
+        return self.bounded() if callable(self.bounded) else self.bounded
 
     @property
     def running(self) -> Callable[..., Any]:

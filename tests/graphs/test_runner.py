@@ -21,6 +21,7 @@ from hf_packfree.models import captured_layers
 from hf_packfree.models.qwen3_5 import tiny_config
 from hf_packfree.models.same_batch import setup_of
 from hf_packfree.models.state import Kernels, state_of
+from hf_packfree.ops.delta_rule import flash_qla
 from hf_packfree.parallel import ContextParallel
 from tests.graphs import on_cpu
 from tests.integrations.marks import needs
@@ -537,7 +538,13 @@ def test_backends_that_nobody_tried_with_empty_documents_run_without(model, monk
     )
     names = {"conv": "triton", "delta_rule": "flash_qla", "attention": "triton"}
     monkeypatch.setattr(type(state_of(model)), "kernels_for", lambda *_: Kernels(names))
-    assert UNBOUNDED(model.base_model) is None
+    # an unknown release plans by itself, where nobody writes another row's plan
+    for release, known in (("0.1.3", True), ("0.9", False)):
+        monkeypatch.setattr(flash_qla, "installed", lambda package, release=release: release)
+        flash_qla.is_known.cache_clear()
+        why = UNBOUNDED(model.base_model)
+        assert why is None if known else "delta_rule runs in flash_qla" in why
+    flash_qla.is_known.cache_clear()
     names["delta_rule"] = "fla"
     assert "delta_rule runs in fla" in UNBOUNDED(model.base_model)
     model.config._attn_implementation = "eager"

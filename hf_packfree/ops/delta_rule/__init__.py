@@ -62,7 +62,8 @@ OP = Op(
             long=LongDocuments(flash_qla_segments.gated_delta_rule, "in segments", _cuts),
             with_states=flash_qla.with_states,
             scans=flash_qla_segments.FlashQLAScans(),
-            bounded=True,
+            # others attach a plan to the offsets, which a graph would keep for the next row
+            bounded=flash_qla.is_known,
         ),
         "fla": DeltaRuleBackend(
             fla.gated_delta_rule,
