@@ -37,7 +37,7 @@ def refuse_other_ranks(
         settings: the group.
 
     Raises:
-        RankLost: in the first forward, some ranks do not come.
+        RankLost: in the group's first forward, some ranks do not come.
         PatchConflict, UnsupportedInput: see `refuse_disagreement`.
     """
     rows, width = packed.batch_shape
@@ -68,7 +68,7 @@ def refuse_other_ranks(
 
 
 def _setup_of_all(head: nn.Module, settings: ContextParallel) -> str:
-    """Return this rank's setup, once all ranks are there to compare it."""
+    """Return this rank's setup, once all ranks have come."""
     refuse_missing_ranks(settings.group)
     return setup_of(head, settings)
 

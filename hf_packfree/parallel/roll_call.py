@@ -20,6 +20,9 @@ but not at once.
 def refuse_missing_ranks(group: Any) -> None:
     """Wait for all ranks of a group, before they exchange anything.
 
+    Who has come once is not asked again: a rank that patches its model anew, alone, would wait for
+    ranks that have nothing to say.
+
     Raises:
         RankLost: some did not come within the group's timeout.
     """

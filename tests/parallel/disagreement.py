@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from hf_packfree import MTPOptions, apply_patches
+from hf_packfree import MTPOptions, apply_patches, remove_patches
 from hf_packfree.errors import PackFreeError
 from hf_packfree.models import same_batch
 from hf_packfree.parallel import ContextParallel
@@ -37,6 +37,7 @@ def changed_batch(name: str) -> dict[str, object]:
     swapped[0, [6, 7]] = ids[0, [7, 6]] + 1
     return {
         "nothing": {},
+        "patched anew": {},
         "tokens": {"input_ids": swapped},
         "lengths, as many tokens": batch_of([5, 8, 4, 7], 0) | {"input_ids": ids},
         "a shorter row": batch_of(LENGTHS[:3], 0),
@@ -49,6 +50,7 @@ def changed_batch(name: str) -> dict[str, object]:
 
 BATCHES = {
     "nothing": None,
+    "patched anew": None,
     "tokens": "other input_ids on rank 1 than on rank 0",
     "lengths, as many tokens": "other lengths of documents on rank 1 than on rank 0",
     "a shorter row": "tokens a row 24, 17 by rank",
@@ -84,6 +86,11 @@ def said(rank: int, name: str) -> str | None:
             stack.enter_context(modes[name])
         elif other and name in BATCHES:
             batch |= changed_batch(name)
+        if name == "patched anew":
+            model(**batch)
+            if other:
+                settings = ContextParallel(dist.group.WORLD, gdn="heads")
+                apply_patches(remove_patches(model), context_parallel=settings)
         try:
             loss = model(**batch).loss
             if loss is not None and loss.requires_grad:
