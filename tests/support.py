@@ -190,6 +190,12 @@ def relative_rms(found: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30
     return math.inf if math.isnan(error) else error
 
 
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest absolute difference; NaN anywhere, in both too, is infinite as in `relative_rms`."""
+    error = (found.detach() - wanted.detach()).abs().max().item()
+    return math.inf if math.isnan(error) else error
+
+
 def run(model, batch: Batch, weights: list[torch.Tensor], output=lambda out: out.logits):
     """Return per-document outputs and the gradients of a fixed random functional of them."""
     model.zero_grad(set_to_none=True)

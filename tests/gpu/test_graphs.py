@@ -16,7 +16,7 @@ from hf_packfree.models.state import state_of
 from tests.benchmarks.models import put_lora_on
 from tests.gpu.checks import DEVICE, TRIAL, gpu, record_of, spans
 from tests.gpu.small import NARROW, packed_row, small
-from tests.support import checkpoint_layers, gradients
+from tests.support import checkpoint_layers, difference, gradients
 
 pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
 ROWS = (
@@ -76,8 +76,8 @@ def both(model: Any, lengths: Any, seed: int = 0) -> tuple[float, float]:
     grads = gradients(model)
     model.zero_grad(set_to_none=True)
     wanted = without(model, lengths, seed)
-    values = (found - wanted).abs().max().item()
-    worst = max((grads[name] - grad).abs().max().item() for name, grad in gradients(model).items())
+    values = difference(found, wanted)
+    worst = max(difference(grads[name], grad) for name, grad in gradients(model).items())
     return values, worst
 
 
@@ -152,7 +152,7 @@ def test_gradients_are_not_copied(record):
     kept = torch.autograd.grad(out.float().pow(2).sum(), parameters)
     copies, replayed = [grad.clone() for grad in kept], runner_of(model).replayed
     step(model, ROWS[0])
-    record("kept", max((a - b).abs().max().item() for a, b in zip(kept, copies, strict=True)), 0.0)
+    record("kept", max(map(difference, kept, copies)), 0.0)
     assert runner_of(model).replayed == replayed
     assert "kept elsewhere than in .grad" in patch_report(model).cuda_graphs
 
@@ -214,7 +214,7 @@ def test_what_changes_between_steps(record):
     model.zero_grad(set_to_none=True)
     step(model, ROWS[4], 2)
     second = gradients(model)
-    error = max((together[n] - (first[n] + second[n])).abs().max().item() for n in together)
+    error = max(difference(together[n], first[n] + second[n]) for n in together)
     record("summed", error, 0.0)
 
 
@@ -237,7 +237,7 @@ def test_two_rows_before_a_backward(record):
     second = out(others, ROWS[4])
     first.float().pow(2).sum().backward()
     found = gradients(model)
-    record("first", max((found[n] - wanted[n]).abs().max().item() for n in found), 0.0)
+    record("first", max(difference(found[n], wanted[n]) for n in found), 0.0)
     second.float().pow(2).sum().backward()
     loss = out(tokens, ROWS[0]).float().pow(2).sum()
     loss.backward(retain_graph=True)
