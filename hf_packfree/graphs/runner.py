@@ -127,21 +127,27 @@ class Runner:
                 break
         key = min(found, default=(bucket_of(packed), kind))
         bucket: Bucket = key[0]
-        if key in self._given_up:
-            return self._given_up[key]
+        if key not in self.graphs and (why := self._not_now(key)) is not None:
+            return why
         row = in_bucket(packed, bucket)
         inputs = (
             lengthened(embeddings, bucket, 1),
             lengthened(positions, bucket, positions.ndim - 1),
         )
         if key not in self.graphs:
-            self._seen[key] += 1
-            if self._seen[key] < SEEN:
-                return "a row of about this length was not seen before"
-            if self._captures >= MOST + self.replayed // CHANGES:
-                return "rows are of more sizes than graphs pay for"
             return self._capture(key, layers, inputs, row) or self._first(key, inputs, row, packed)
         return self._run(key, inputs, row, packed)
+
+    def _not_now(self, key: Any) -> str | None:
+        """Return why no graph of that bucket is captured now, or None."""
+        if key in self._given_up:
+            return self._given_up[key]
+        self._seen[key] += 1
+        if self._seen[key] < SEEN:
+            return "a row of about this length was not seen before"
+        if self._captures >= MOST + self.replayed // CHANGES:
+            return "rows are of more sizes than graphs pay for"
+        return None
 
     def _first(
         self, key: Any, inputs: tuple[Tensor, Tensor], row: PackedSequence, packed: PackedSequence
