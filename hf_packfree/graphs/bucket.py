@@ -16,8 +16,8 @@ from hf_packfree.packing.tree import Size, Tree, TreeSizes
 STEPS = 16
 """Buckets from one power of two to the next: at most 1/16 of a row is padding."""
 STEPS_OF_TREES = 8
-"""The same of a tree's paths, and of its levels by the row's tokens: at most 1/8 is added to each,
-for the operations that mix tokens alone.
+"""The same for a tree's paths, and for each of its levels as a part of the row: at most 1/8 is
+padding. Only operations that mix tokens compute it, so that these steps are coarser.
 """
 FINEST = 16
 """Tokens from one bucket to the next, at least."""

@@ -37,8 +37,9 @@ class Longer(NamedTuple):
         tokens: int64 [P], the row's token at each place of it.
         own: int64 [T], where each of the row's tokens finds what is computed for it.
         others: int64 [P - T], the other places.
-        shared: int64 [R], tokens that are there too.
-        numbers: int64 [P - T], which of these each is.
+        shared: int64 [R], the row's tokens at these other places, each once; where the record is
+            bounded more of them, so that R is min(T, P - T).
+        numbers: int64 [P - T], which of the shared ones is at each of these places.
     """
 
     record: PackedSequence
@@ -241,8 +242,8 @@ class _Read(Function):
 
 
 class _Share(Function):
-    """Rows gathered to a longer one; see `gather`, but that only what is there several times is
-    added.
+    """Rows gathered to a longer one, as by `gather`; backward adds up only the gradients of shared
+    tokens, and copies the others.
     """
 
     @staticmethod

@@ -1,5 +1,5 @@
-"""Whole training steps under FSDP2 (fp32 shards, bf16 compute) and DDP (fp32 weights, autocast):
-packed rows, every rank with a row of its own.
+"""Whole training steps under FSDP2 (fp32 shards, bf16 compute) and DDP (fp32 weights, or fp32
+adapters on a bf16 base, under autocast): packed rows, every rank with a row of its own.
 
     torchrun --standalone --nproc-per-node 2 -m tests.benchmarks.fsdp2 --out DIR [--only REGEX] [--resume]
     ... --device cpu --tiny                                   # a trial of the script itself
@@ -8,7 +8,7 @@ A step is forward with head and loss, backward and fused AdamW, as accelerate se
 layer and the model sharded, parameters gathered in bf16, gradients reduced in fp32
 (`MixedPrecisionPolicy`). "tokens" are a rank's, "real_tokens_per_s" all ranks' together, "ms" and
 "peak_gib" the slowest and the fullest rank's. "packfree, one GPU" has bf16 weights and no shards;
-beside DDP's rows it has fp32 weights under autocast, as they have.
+beside DDP's rows it has the weights that they have, under autocast.
 """
 
 from __future__ import annotations
