@@ -24,7 +24,7 @@ def refuse_missing_ranks(group: Any) -> None:
     ranks that have nothing to say.
 
     Raises:
-        RankLost: some did not come within the group's timeout.
+        RankLost: some did not come within `init_process_group`'s timeout, whatever the group's is.
     """
     patience = _store_of(group).timeout
     if silent := _silent_ranks(group, "here", patience):
