@@ -27,8 +27,15 @@ def refuse_missing_ranks(group: Any) -> None:
         RankLost: some did not come within `init_process_group`'s timeout, whatever the group's is.
     """
     patience = _store_of(group).timeout
-    if silent := _silent_ranks(group, "here", patience):
-        raise _lost(group, silent, patience)
+    if whom := _silent_ranks(group, "here", patience):
+        size = dist.get_world_size(group)
+        raise RankLost(
+            f"found {size} ranks that share each row, and no answer within "
+            f"{patience.total_seconds():g} s from {whom}; wanted all of them in every forward; "
+            "look at what was written there last, and start all again; where one is only slow, "
+            "pass a longer timeout: init_process_group(timeout=...), "
+            "TrainingArguments(ddp_timeout=...)"
+        )
 
 
 def refuse_lost_ranks(group: Any, error: Exception) -> None:
@@ -38,8 +45,14 @@ def refuse_lost_ranks(group: Any, error: Exception) -> None:
         RankLost: some do not answer.
     """
     patience = min(_PATIENCE, _store_of(group).timeout / 2)
-    if silent := _silent_ranks(group, "failed", patience):
-        raise _lost(group, silent, patience) from error
+    if whom := _silent_ranks(group, "failed", patience):
+        size = dist.get_world_size(group)
+        raise RankLost(
+            f"found an exchange of {size} ranks that failed, and no answer within "
+            f"{patience.total_seconds():g} s from {whom}; wanted all of them in every exchange; "
+            "look at what was written there last, or at the error above where this rank failed "
+            "alone and the others wait, and start all again"
+        ) from error
 
 
 def _store_of(group: Any) -> Any:
@@ -47,8 +60,8 @@ def _store_of(group: Any) -> Any:
     return (group or of_all).get_group_store()
 
 
-def _silent_ranks(group: Any, question: str, patience: timedelta) -> list[str]:
-    """Answer the roll call; return the ranks that do not, in words."""
+def _silent_ranks(group: Any, question: str, patience: timedelta) -> str:
+    """Answer the roll call; return which ranks do not, "" if all do."""
     store, ranks = _store_of(group), dist.get_process_group_ranks(group)
     keys = [f"hf_packfree/{question}/{rank}" for rank in ranks]
     try:
@@ -56,21 +69,11 @@ def _silent_ranks(group: Any, question: str, patience: timedelta) -> list[str]:
         try:
             store.wait(keys, patience)
         except RuntimeError:
-            return [
+            return ", ".join(
                 f"rank {number}" + (f" ({rank} of all)" if number != rank else "")
                 for number, (rank, key) in enumerate(zip(ranks, keys, strict=True))
                 if not store.check([key])
-            ]
+            )
     except RuntimeError:
-        return ["the process that keeps the group's store (torchrun, or rank 0 of all)"]
-    return []
-
-
-def _lost(group: Any, silent: list[str], patience: timedelta) -> RankLost:
-    whom, size = ", ".join(silent), dist.get_world_size(group)
-    return RankLost(
-        f"found {size} ranks that share each row, and no answer within "
-        f"{patience.total_seconds():g} s from {whom}; wanted all of them in every forward; look at "
-        "what was written there last, and start all again; where one is only slow, pass a longer "
-        "timeout: init_process_group(timeout=...), TrainingArguments(ddp_timeout=...)"
-    )
+        return "the process that keeps the group's store (torchrun, or rank 0 of all)"
+    return ""
