@@ -9,9 +9,11 @@ segment but the last ones with four children, of 300 tokens each. A step has log
 every sample's tokens (the same function for all, a weight by token), backward and fused AdamW;
 "..., trunk" is forward and backward of the hidden states alone. "loss" tells that all compute the
 same. "tokens" are those that the model computes, "times_as_long" the ratio to the tree's ms, and
-"peak_gib" is without the weights and optimizers of the models that wait. "packfree tree, CUDA
-graphs" makes the row's plans in every step, "packfree tree" in its first; "cuda_graphs" says which
-rows were replayed.
+"peak_gib" is without the weights and optimizers of the models that wait.
+
+"packfree tree, CUDA graphs" comes when the others' models are freed, in turns with "packfree tree, no
+graphs", to which its ratio is: graphs keep memory of their own. It makes the row's plans in every
+step, the tree without graphs in its first; "cuda_graphs" says which rows were replayed.
 
 tree-recurrence is called through its public `install`; "composed" is its strongest form: FLA's
 convolution and gated norm, Liger's norms and SwiGLU, torch's varlen attention with the keys of each
@@ -24,7 +26,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +42,17 @@ from hf_packfree.packing import PackedSequence
 from tests.benchmarks.batches import random_tokens
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, variant_of
-from tests.benchmarks.shapes import SHAPES, Shape
+from tests.benchmarks.shapes import SHAPES, Shape, configuration
 from tests.benchmarks.timing import Clock, Results, failure, free
 from tests.benchmarks.workloads import COMPOSED, PACKFREE, UNPATCHED_CONV
 
 TREE, PACKED, OTHER = "packfree tree", "packfree packed", "tree-recurrence"
 GRAPHS = f"{TREE}, CUDA graphs"
 OURS = TREE, GRAPHS
+ENDINGS = {True: "", False: ", trunk"}
+"""Of a variant's name, by whether the step is a whole one."""
+Loads = dict[str, list[Tensor]]
+"""{workload: its samples}."""
 ATTENTION = "along paths of a tree"
 
 
@@ -180,13 +187,15 @@ def step_of(
 
 
 @contextmanager
-def following_trees(shape: Shape, variant: Variant, device: str) -> Iterator[Any]:
+def following_trees(
+    shape: Shape, variant: Variant, device: str, dtype: torch.dtype
+) -> Iterator[Any]:
     """Build an unpatched model whose layers follow trees by tree-recurrence."""
     from transformers import AttentionInterface
     from tree_recurrence import install, uninstall
 
     AttentionInterface.register(ATTENTION, attend)
-    with variant_of(shape, variant, device, _dtype(device)) as model:
+    with variant_of(shape, variant, device, dtype) as model:
         config: Any = model.config
         config._attn_implementation = ATTENTION
         support = install(model)
@@ -204,14 +213,17 @@ class Held:
     shape: Shape
     device: str
     stack: ExitStack
-    models: dict[str, Any]
-    optimizers: dict[str, Any]
-    bytes: dict[str, int]
+    models: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
 
-    def add(self, name: str, build: Callable[[], Any]) -> None:
+    def add(self, name: str, variant: Variant) -> None:
         """Build a model and its optimizer's state."""
         before = self._allocated()
-        model = self.models[name] = self.stack.enter_context(build())
+        build = variant_of if variant.packfree else following_trees
+        model = self.stack.enter_context(
+            build(self.shape, variant, self.device, _dtype(self.device))
+        )
         on_cuda = self.device == "cuda"
         # small steps: the losses of candidates stay comparable
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=on_cuda)
@@ -219,7 +231,8 @@ class Held:
             one.grad = torch.zeros_like(one)
         optimizer.step()
         model.zero_grad(set_to_none=True)
-        self.optimizers[name], self.bytes[name] = optimizer, self._allocated() - before
+        self.models[name], self.optimizers[name] = model, optimizer
+        self.bytes[name] = self._allocated() - before
 
     def others(self, name: str) -> float:
         """GiB that models but this one keep."""
@@ -229,34 +242,27 @@ class Held:
         return torch.cuda.memory_allocated() if self.device == "cuda" else 0
 
 
-def models(shape: Shape, device: str, results: Results, stack: ExitStack) -> Held:
-    """Build what is compared; a model that cannot be built is a row with its error."""
-    held = Held(shape, device, stack, {}, {}, {})
-    for name, variant in zip(OURS, (PACKFREE, replace(PACKFREE, cuda_graphs="auto")), strict=True):
-        held.add(name, lambda variant=variant: variant_of(shape, variant, device, _dtype(device)))
+def add_others(held: Held, results: Results) -> None:
+    """Build tree-recurrence's models; one that cannot be built is a row with its error."""
     # no kernels of other libraries run on a CPU
-    bare = Variant(packfree=False)
-    theirs = {
-        OTHER: UNPATCHED_CONV if device == "cuda" else bare,
-        f"{OTHER}, composed": COMPOSED if device == "cuda" else bare,
-    }
+    on_cuda, bare = held.device == "cuda", Variant(packfree=False)
+    theirs = {OTHER: UNPATCHED_CONV, f"{OTHER}, composed": COMPOSED}
     for name, variant in theirs.items():
         try:
-            held.add(name, lambda variant=variant: following_trees(shape, variant, device))
+            held.add(name, variant if on_cuda else bare)
         except Exception as error:
             results.add({"workload": "models", "variant": name, **failure(error)})
-    return held
 
 
-def candidates(held: Held, samples: Sequence[Tensor], whole: bool) -> list[Candidate]:
-    """Return every variant of a workload, the tree first."""
-    rows = {TREE: shared(samples, held.device), PACKED: packed(samples, held.device)}
-    words = words_of_trl(rows[TREE])
+def candidates(
+    held: Held, names: Sequence[str], samples: Sequence[Tensor], whole: bool
+) -> list[Candidate]:
+    """Return the variants of a workload with these names."""
+    tree = shared(samples, held.device)
+    words = words_of_trl(tree)
     found = []
-    for name in [*OURS, PACKED, *held.models][: None if whole else 3]:
-        if name in (one.name for one in found):
-            continue
-        owner, row = TREE if name == PACKED else name, rows.get(name, rows[TREE])
+    for name in names:
+        owner, row = (TREE, packed(samples, held.device)) if name == PACKED else (name, tree)
         inputs = row.inputs
         if owner not in OURS:
             inputs = {k: v for k, v in inputs.items() if k != "packed_sequence"} | words
@@ -314,42 +320,71 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, short samples")
     options = parser.parse_args()
-    shape = SHAPES["tiny" if options.tiny else "2b"]
     results = Results(options.out / "prefixes.jsonl", options.minutes, options.only)
     results.add({"workload": "machine", "variant": "", **machine(options.device)})
     clock = Clock(options.device, warmup=2, least=1.5, longest=8.0)
     if options.device == "cpu":
         clock = replace(clock, warmup=1, runs=2)
+    measure(SHAPES["tiny" if options.tiny else "2b"], loads(options.tiny), results, clock)
+
+
+def loads(tiny: bool) -> Loads:
+    """Return the workloads, of few tokens where that is asked for."""
+    shape = SHAPES["tiny" if tiny else "2b"]
+    words = configuration(shape).get_text_config().vocab_size
+    return {
+        "2b-group16": group(*(40, 4, 12) if tiny else (2048, 16, 512), words),
+        "2b-multiturn": turns(3, *(2, 9) if tiny else (4, 300), words),
+    }
+
+
+def measure(shape: Shape, samples: Loads, results: Results, clock: Clock) -> None:
+    """Time everything; graphs when the models that they do not stand beside are gone."""
+    compare_with_others(shape, samples, results, clock)
+    # now that nothing refers to their models
+    free()
+    compare_with_graphs(shape, samples, results, clock)
+
+
+def compare_with_others(shape: Shape, samples: Loads, results: Results, clock: Clock) -> None:
+    """Time the tree beside whole samples packed and beside tree-recurrence."""
     with ExitStack() as stack:
-        held = models(shape, options.device, results, stack)
-        words = held.models[TREE].config.get_text_config().vocab_size
-        loads = {
-            "2b-group16": group(*(40, 4, 12) if options.tiny else (2048, 16, 512), words),
-            "2b-multiturn": turns(3, *(2, 9) if options.tiny else (4, 300), words),
-        }
-        for workload, samples in loads.items():
-            for whole, ending in ((True, ""), (False, ", trunk")):
-                found = candidates(held, samples, whole)
-                compare(workload, held, found, results, clock, ending)
-        fork(held, loads, results, clock)
+        held = Held(shape, clock.device, stack)
+        held.add(TREE, PACKFREE)
+        add_others(held, results)
+        theirs = [name for name in held.models if name != TREE]
+        for workload, whole in product(samples, ENDINGS):
+            names = [TREE, PACKED, *(theirs if whole else [])]
+            found = candidates(held, names, samples[workload], whole)
+            compare(workload, held, found, results, clock, ENDINGS[whole])
+        if theirs:
+            fork(held, theirs, samples, results, clock)
 
 
-def fork(held: Held, loads: dict[str, list[Tensor]], results: Results, clock: Clock) -> None:
+def fork(held: Held, theirs: Sequence[str], samples: Loads, results: Results, clock: Clock) -> None:
     """Time tree-recurrence once more where it hands states on by level, beside the tree again."""
-    theirs = [name for name in held.models if name not in OURS]
-    if not theirs:
-        return
     from tree_recurrence import Policy, install
 
     for name in theirs:
         install(held.models[name], policy=Policy(fork_min_saved_tokens=0))
-    for workload, samples in loads.items():
+    for workload in samples:
         found = [
-            replace(one, name=one.name + (", once more" if one.owner in OURS else ", forking"))
-            for one in candidates(held, samples, True)
-            if one.name != PACKED
+            replace(one, name=f"{one.name}, {'once more' if one.owner == TREE else 'forking'}")
+            for one in candidates(held, [TREE, *theirs], samples[workload], True)
         ]
         compare(workload, held, found, results, clock, "")
+
+
+def compare_with_graphs(shape: Shape, samples: Loads, results: Results, clock: Clock) -> None:
+    """Time the tree in CUDA graphs beside the tree without them."""
+    with ExitStack() as stack:
+        held = Held(shape, clock.device, stack)
+        held.add(TREE, PACKFREE)
+        held.add(GRAPHS, replace(PACKFREE, cuda_graphs="auto"))
+        for workload, whole in product(samples, ENDINGS):
+            plain, graphs = candidates(held, OURS, samples[workload], whole)
+            found = [replace(plain, name=f"{TREE}, no graphs"), graphs]
+            compare(workload, held, found, results, clock, ENDINGS[whole])
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ ours reads the same paths.
 from __future__ import annotations
 
 import json
+import weakref
 
 import torch
 
 from hf_packfree.ops.attention import attention
-from tests.benchmarks import prefix_report
+from tests.benchmarks import prefix_report, prefixes
 from tests.benchmarks.prefixes import attend, group, packed, shared, turns, words_of_trl
+from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.timing import Clock, Results
 
 
 def test_rows_hold_prefixes_once_and_every_sample_whole():
@@ -40,6 +43,31 @@ def test_attention_beside_ours_reads_the_same_paths():
     turned = (x.transpose(1, 2) for x in (q, k, v))
     found, _ = attend(None, *turned, None, scaling=8**-0.5, **words_of_trl(row))
     torch.testing.assert_close(found, attention(q, k, v, row.packed_sequence))
+
+
+def test_graphs_are_timed_when_the_models_of_the_comparison_are_freed(tmp_path, monkeypatch):
+    models, in_memory, add = [], [], prefixes.Held.add
+
+    def watched(held, name, variant):
+        in_memory.append([who for who, model in models if model() is not None])
+        add(held, name, variant)
+        models.append((name, weakref.ref(held.models[name])))
+
+    monkeypatch.setattr(prefixes.Held, "add", watched)
+    results = Results(tmp_path / "prefixes.jsonl", only=r"tree(, no graphs|, CUDA graphs)?$")
+    samples = {"2b-multiturn": turns(3, 2, 9, 100)}
+    prefixes.measure(SHAPES["tiny"], samples, results, Clock("cpu", warmup=0, runs=1))
+    names = [name for name, _ in models]
+    assert names[0] == names[-2] == "packfree tree" and names[-1] == "packfree tree, CUDA graphs"
+    assert in_memory[-2:] == [[], ["packfree tree"]]
+    timed = {row["variant"]: row for row in results.rows if "ms" in row}
+    assert list(timed) == [
+        "packfree tree",
+        "packfree tree, no graphs",
+        "packfree tree, CUDA graphs",
+    ]
+    assert timed["packfree tree, no graphs"]["times_as_long"] == 1.0
+    assert len({row["loss"] for row in timed.values()}) == 1
 
 
 def test_the_newest_result_becomes_a_table(tmp_path):
