@@ -1,5 +1,6 @@
-"""The tables of docs/rl.md on log-probabilities and cross entropy, from the newest result of each
-machine in results/log-probs, which `tests.benchmarks.report` writes with its own.
+"""The tables of docs/rl.md on log-probabilities and cross entropy, one for each result in
+results/log-probs, the newest first, because what stands in a table is of one run;
+`tests.benchmarks.report` writes them with its own.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ LOSSES = {
 }
 
 
-def newest_of_each(folder: Path = FOLDER) -> list[Path]:
-    """Return the newest result of each machine."""
-    return report.newest_of_each(folder, "*.jsonl")
+def results(folder: Path = FOLDER) -> list[Path]:
+    """Return every result, the newest first."""
+    return sorted(folder.glob("*.jsonl"), reverse=True)
 
 
 def tables(paths: Sequence[Path]) -> dict[tuple[str, str], str]:
@@ -51,9 +52,7 @@ def _tables(path: Path) -> str:
     lines = [
         f"{report.origin(about, rows)}; every number is in "
         f"`tests/benchmarks/results/log-probs/{path.name}`.",
-        "",
         *_log_probs(found),
-        "",
         *_losses(found),
     ]
     return "\n".join(lines) + "\n"
@@ -63,17 +62,25 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 
 def _log_probs(found: Rows) -> Iterator[str]:
-    yield f"| log-probabilities, ms (peak GiB) | {' | '.join(KINDS.values())} |"
-    yield "|---" * (len(KINDS) + 1) + "|"
+    """Yield the lines of a table; nothing of what was not timed."""
+    kinds = [kind for kind in KINDS if any(name.endswith(f", {kind}") for _, name in found)]
+    if not kinds:
+        return
+    yield ""
+    yield f"| log-probabilities, ms (peak GiB) | {' | '.join(KINDS[kind] for kind in kinds)} |"
+    yield "|---" * (len(kinds) + 1) + "|"
     for size, title in SIZES.items():
-        yield f"| **{title}** {'| ' * len(KINDS)}|"
+        yield f"| **{title}** {'| ' * len(kinds)}|"
         for who, name in WHO.items():
-            cells = [found.get((f"rl-logprobs-{size}", f"{who}, {kind}")) for kind in KINDS]
+            cells = [found.get((f"rl-logprobs-{size}", f"{who}, {kind}")) for kind in kinds]
             if any(cells):
                 yield f"| {name} | {' | '.join(map(_cell, cells))} |"
 
 
 def _losses(found: Rows) -> Iterator[str]:
+    if not any(workload.startswith("sft-loss-") for workload, _ in found):
+        return
+    yield ""
     yield f"| mean cross entropy, trained head, ms (peak GiB) | {' | '.join(SIZES.values())} |"
     yield "|---" * (len(SIZES) + 1) + "|"
     for who, name in LOSSES.items():

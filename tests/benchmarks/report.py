@@ -226,9 +226,8 @@ def every_table(path: Path, ablated: Sequence[Path]) -> dict[tuple[str, str], st
     found = tables(path, ablated) | short_report.tables()
     for module in (host_report, prefix_report):
         found |= module.tables(module.newest())
-    for module in (family_report, log_prob_report):
-        found |= module.tables(module.newest_of_each())
-    return found
+    found |= family_report.tables(family_report.newest_of_each())
+    return found | log_prob_report.tables(log_prob_report.results())
 
 
 def tables(path: Path, ablated: Sequence[Path]) -> dict[tuple[str, str], str]:
@@ -252,10 +251,10 @@ def tables(path: Path, ablated: Sequence[Path]) -> dict[tuple[str, str], str]:
     }
 
 
-def newest_of_each(folder: Path, pattern: str = "*.json") -> list[Path]:
+def newest_of_each(folder: Path) -> list[Path]:
     """Return the newest result of each machine, the latest date first."""
     date = len("2026-11-25-")
-    of_machines = {path.stem[date:]: path for path in sorted(folder.glob(pattern))}
+    of_machines = {path.stem[date:]: path for path in sorted(folder.glob("*.json"))}
     return sorted(of_machines.values(), reverse=True)
 
 

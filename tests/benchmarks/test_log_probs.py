@@ -45,20 +45,25 @@ def test_a_row_says_what_was_timed_or_why_not(tmp_path, monkeypatch):
     assert rows[0]["ms"] > 0 and rows[0]["error"] < 1e-6 and "ms" not in rows[1]
 
 
-def test_the_newest_result_becomes_tables(tmp_path):
-    about = {"workload": "machine", "machine": "NVIDIA Test", "date": "2026-01-02", "versions": {}}
+def test_every_run_becomes_tables_of_what_it_timed(tmp_path):
+    about = {"workload": "machine", "machine": "NVIDIA Test", "versions": {}}
     timed = {"ms": 27.444, "peak_gib": 2.0199}
-    rows = [
-        {"workload": "rl-logprobs-8k", "variant": "packfree, frozen, log p", **timed},
+    frozen = {"workload": "rl-logprobs-8k", "variant": "packfree, frozen, log p", **timed}
+    others = [
         {"workload": "rl-logprobs-8k", "variant": "TRL, trained, log p and entropy", **timed},
         {"workload": "rl-logprobs-8k", "variant": "Liger, frozen, log p", "error": "ImportError: "},
         {"workload": "sft-loss-32k", "variant": "Liger", "error": "OutOfMemoryError: CUDA"},
     ]
-    path = tmp_path / "2026-01-02-nvidia-test.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in [about, *rows]))
-    (text,) = log_prob_report.tables(log_prob_report.newest_of_each(tmp_path)).values()
-    assert "Made on 2026-01-02 on one NVIDIA Test" in text and path.name in text
-    assert "| packfree | 27.4 (2.0) |  |  |  |" in text
-    assert "| TRL's chunked function |  |  |  | 27.4 (2.0) |" in text
-    assert "| Liger | did not import |  |  |  |" in text
-    assert "| Liger, Triton |  | out of memory |" in text
+    for day, rows in (("2026-01-02", [frozen, *others]), ("2026-01-03", [frozen])):
+        lines = [{**about, "date": day}, *rows]
+        path = tmp_path / f"{day}-nvidia-test.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (text,) = log_prob_report.tables(log_prob_report.results(tmp_path)).values()
+    newer, older = text.split("Made on ")[1:]
+    assert newer.startswith("2026-01-03 on one NVIDIA Test")
+    assert "| packfree | 27.4 (2.0) |\n" in newer and "entropy" not in newer
+    assert older.startswith("2026-01-02 on one NVIDIA Test")
+    assert "| packfree | 27.4 (2.0) |  |\n" in older
+    assert "| TRL's chunked function |  | 27.4 (2.0) |\n" in older
+    assert "| Liger | did not import |  |\n" in older
+    assert "| Liger, Triton |  | out of memory |\n" in older
