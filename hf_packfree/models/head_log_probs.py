@@ -22,6 +22,7 @@ from hf_packfree.models.plain_layers import is_hooked
 from hf_packfree.ops.backend import Target, needs_triton
 from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
 from hf_packfree.ops.loss.chunked_loss import rows_of_a_chunk
+from hf_packfree.ops.loss.logits import LazyLogits
 from hf_packfree.ops.loss.statistics import measured
 
 
@@ -45,9 +46,9 @@ class Question:
 
 
 def token_log_probs(
-    hidden: Tensor,
+    hidden: Tensor | Any,
     targets: Tensor,
-    head: Any,
+    head: Any = None,
     *,
     temperature: float | Tensor = 1.0,
     entropy: bool | Literal["detached"] = False,
@@ -57,14 +58,15 @@ def token_log_probs(
     """Return the log-probability of given tokens, and more of the same distributions, without
     logits of all tokens.
 
-    Any causal language model will do, patched or not, with adapters on its head too.
+    Of hidden states any causal language model will do, patched or not, with adapters on its head
+    too; of an output a patched one.
 
     Args:
         hidden: [B, S, D], the text model's last hidden states, `model.base_model(...)[0]`; packed
-            or padded.
+            or padded. Or the output of a patched model, whose lazy logits tell the same.
         targets: int64 [B, S]: of every token the one that is asked about, as a rule the next.
-        head: the model, or its last layer. Every rank calls where FSDP2 shards it: its weights are
-            gathered, and get the mean gradient over the ranks.
+        head: the model, or its last layer; an output needs none. Every rank calls where FSDP2
+            shards it: its weights are gathered, and get the mean gradient over the ranks.
         temperature: of the model's own logits, which some configs scale; above 0; a number, or
             [B, 1] or [B, S]; without gradient.
         entropy: with a gradient, or "detached" for the log, which is cheaper: two products the
@@ -73,7 +75,8 @@ def token_log_probs(
         ignore_index: the target of tokens that are not asked about, and cost nothing.
 
     Raises:
-        UnsupportedInput: the model's logits are not its last layer's of the last hidden states.
+        UnsupportedInput: the model's logits are not its last layer's of the last hidden states;
+            an output has no lazy logits, or they were read; hidden states come without a head.
 
     Examples:
         >>> import torch
@@ -84,6 +87,15 @@ def token_log_probs(
         >>> found.log_probs, found.entropy
         (tensor([[-2.0794, -2.0794,  0.0000]]), tensor([[2.0794, 2.0794, 0.0000]]))
     """
+    if not isinstance(hidden, Tensor):
+        return _lazy_logits_of(hidden).log_probs(
+            targets, temperature=temperature, entropy=entropy, top1=top1, ignore_index=ignore_index
+        )
+    if head is None:
+        raise UnsupportedInput(
+            "found hidden states without their head; wanted the model that they are of; pass it "
+            "behind the targets"
+        )
     if (changed := changed_logits(head)) is not None:
         raise UnsupportedInput(
             f"found {changed} of a {type(head).__name__}; wanted logits as the model's last layer "
@@ -100,6 +112,22 @@ def token_log_probs(
         Question(temperature / scale, wanted, expected=expected, cap=cap_of_logits(head)),
     )
     return found.with_detached_entropy() if entropy == "detached" else found
+
+
+def _lazy_logits_of(output: Any) -> LazyLogits:
+    """Return a patched model's logits, which nobody has read.
+
+    Raises:
+        UnsupportedInput: the output has none.
+    """
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, LazyLogits):
+        return logits
+    raise UnsupportedInput(
+        f"found a {type(output).__name__} without lazy logits; wanted a patched model's output of "
+        "a packed row or a padded batch, or hidden states; pass model.base_model(...)[0] and the "
+        "model"
+    )
 
 
 _CHANGES = {"logits_mup_width_multiplier": 1.0, "ngram": None}

@@ -276,6 +276,30 @@ def test_lazy_logits_and_hidden_states_give_the_same():
     assert torch.equal(found.entropy, wanted.entropy) and not found.entropy.requires_grad
 
 
+@pytest.mark.parametrize("name", ["packed", "left"])
+def test_an_output_stands_for_its_logits(name):
+    (batch, where), model = packed() if name == "packed" else padded(name), apply_patches(tiny())
+    asked, output = targets(batch, where), model(**batch, use_cache=False)
+    options = {"temperature": 0.7, "entropy": True, "top1": True}
+    wanted = output.logits.log_probs(asked, **options)
+    ones, others = (
+        vars(token_log_probs(output, asked, *head, **options)) for head in ([], [model])
+    )
+    for key, one in vars(wanted).items():
+        assert one is ones[key] is others[key] or torch.equal(one, ones[key])
+    assert ones["entropy"].requires_grad and output.logits.source.values is None
+
+
+def test_without_lazy_logits_hidden_states_and_the_model_are_wanted():
+    stock, ids = tiny(), torch.arange(3, 15)[None]
+    output = stock(input_ids=ids, use_cache=False)
+    for one in (output, output.to_tuple(), stock.model(input_ids=ids)):
+        with pytest.raises(UnsupportedInput, match="found a .* without lazy logits; wanted"):
+            token_log_probs(one, ids, stock)
+    with pytest.raises(UnsupportedInput, match="found hidden states without their head"):
+        token_log_probs(stock.model(input_ids=ids)[0], ids)
+
+
 def test_detached_lazy_logits_have_no_gradient():
     batch, where = padded("left")
     logits, found = lazily(apply_patches(tiny()), batch, where)
