@@ -167,6 +167,14 @@ def test_what_is_served_unlisted_is_measured_by_its_type():
     assert report.unpatched.logits > 1e-3
 
 
+def test_documents_hold_no_padding():
+    """Whose embedding is zeros: Gemma 3n takes a root of their mean square, and nobody has its
+    gradient.
+    """
+    report = verify_packing("gemma3n_text", lengths=(5, 64, 1, 129, 3, 63, 65))
+    assert report.patched.cross_gradient == 0
+
+
 def test_the_noise_of_training_is_not_blamed_on_packing():
     """Phi's experts jitter their input and router while they train."""
     model = build_model("phimoe").train()

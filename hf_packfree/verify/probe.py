@@ -64,14 +64,15 @@ class Probe:
         self.model = model if _answers_per_token(model) else trunk
         self.generator = torch.Generator("cpu").manual_seed(seed)
         source, drawn = media_source(self.model), (self.generator, self.device)
-        vocabulary = trunk.config.vocab_size
+        vocabulary, taken = trunk.config.vocab_size, _no_text(source, trunk.config)
         self.documents = (
-            TreeDocuments(lengths, parents, vocabulary, *drawn, _no_text(source))
+            TreeDocuments(lengths, parents, vocabulary, *drawn, taken)
             if parents is not None
             else TextDocuments(
                 lengths,
                 vocabulary,
                 *drawn,
+                taken,
                 masked=masked,
                 positions=_takes_positions(self.model),
             )
@@ -293,9 +294,13 @@ def _takes_positions(model: nn.Module) -> bool:
     return named or isinstance(inner, Replacement)
 
 
-def _no_text(source: Any) -> set[int]:
-    """Return the ids that stand for media, of a source of which there may be none."""
-    return set() if source is None else set(media_tokens(source.config).values())
+def _no_text(source: Any, config: Any) -> set[int]:
+    """Return the ids that stand for media, of a source of which there may be none, and padding's:
+    its embedding is zeros, of which no root can be differentiated (Gemma 3n takes one).
+    """
+    media = set() if source is None else set(media_tokens(source.config).values())
+    padding = getattr(config, "pad_token_id", None)
+    return media if padding is None else {*media, padding}
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -31,6 +31,7 @@ class TextDocuments:
         vocabulary: ids are below it.
         generator: draws them, on the host.
         device: of what a forward gets.
+        taken: ids that are no text, such as that of padding, which documents do not hold.
         masked: number the documents in an `attention_mask` too, for models of which upstream would
             read the positions.
         positions: whether the model takes any.
@@ -45,6 +46,7 @@ class TextDocuments:
         vocabulary: int,
         generator: torch.Generator,
         device: torch.device,
+        taken: Collection[int] = (),
         *,
         masked: bool = False,
         positions: bool = True,
@@ -53,6 +55,7 @@ class TextDocuments:
         self.masked, self.takes_positions = masked, positions
         self.number = _numbered(lengths).to(device)
         self.ids, self.other_ids = (self._random_ids(vocabulary) for _ in range(2))
+        self._avoid(taken)
         self.parts: list[dict[str, Tensor]] = [{} for _ in lengths]
 
     def alone(self, document: int) -> dict[str, Any]:
@@ -117,8 +120,7 @@ class TreeDocuments(TextDocuments):
     Args:
         lengths: tokens of each segment.
         parents: each segment's parent, or None.
-        vocabulary, generator, device: see `TextDocuments`.
-        taken: ids that are no text.
+        vocabulary, generator, device, taken: see `TextDocuments`.
     """
 
     def __init__(
@@ -130,8 +132,7 @@ class TreeDocuments(TextDocuments):
         device: torch.device,
         taken: Collection[int] = (),
     ) -> None:
-        super().__init__(lengths, vocabulary, generator, device)
-        self._avoid(taken)
+        super().__init__(lengths, vocabulary, generator, device, taken)
         self.record: PackedSequence | None = PackedSequence.from_tree(
             lengths, parents, device=device
         )
@@ -210,8 +211,8 @@ class MediaDocuments(TextDocuments):
     ) -> None:
         self.source, self.dtype = source, dtype
         self.tokens = media_tokens(source.config)
-        super().__init__(lengths, source.config.get_text_config().vocab_size, generator, device)
-        self._avoid(self.tokens.values())
+        vocabulary = source.config.get_text_config().vocab_size
+        super().__init__(lengths, vocabulary, generator, device, self.tokens.values())
         self.parts = [self._place(document) for document in range(len(lengths))]
         self.other_parts = [self._redrawn(part) for part in self.parts]
         self.media = tuple(
