@@ -128,9 +128,7 @@ class PackFreeCallback(TrainerCallback):
         before = patch_report(kwargs["model"])
         if self._keeps_unpacked and before.patched:
             options = replace(options, unpacked=before.unpacked)
-        # what the Trainer's own autocast will be
-        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        patch(kwargs["model"], options, autocast)
+        patch(kwargs["model"], options, _autocast_in_force())
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
             _warn_of_uncounted_tokens(parallelism)
@@ -201,6 +199,17 @@ class PackFreeCallback(TrainerCallback):
             state.log_history[-1].update(facts)
 
 
+def _autocast_in_force() -> torch.dtype | None:
+    """Return the dtype in which accelerate will have matrix products, whether the Trainer's
+    arguments or `accelerate launch` chose it, or None: that of the weights.
+    """
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+
+    # what is no product in fp8 is autocast to bfloat16
+    dtypes = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
+    return dtypes.get(AcceleratorState().mixed_precision)
+
+
 def _refuse_unpatched(model: nn.Module, *, wants_head: bool) -> None:
     """Refuse an unpatched model, and one without the multi-token prediction head that is wanted."""
     found = None
@@ -238,7 +247,7 @@ def _warn_of_gradients_divided_twice() -> None:
     """Warn of a Trainer that divides losses by the micro-batches of a step and lets accelerate
     divide them again.
     """
-    from accelerate.state import AcceleratorState, GradientState  # type: ignore[import-untyped]
+    from accelerate.state import AcceleratorState, GradientState
 
     steps = GradientState().num_steps
     # whose engine leaves it to the Trainer

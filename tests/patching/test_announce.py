@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import PhiConfig, PhiForCausalLM
+from transformers import PhiConfig, PhiForCausalLM, Trainer, TrainingArguments
 
 from hf_packfree import (
     PackFreeCallback,
@@ -88,14 +88,25 @@ def test_settings_and_levels_silence_it(shown, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bf16", "fp16", "autocast"),
-    [(True, False, torch.bfloat16), (False, True, torch.float16), (False, False, None)],
+    ("settings", "launched_with", "autocast"),
+    [
+        ({"bf16": True}, "no", torch.bfloat16),
+        ({"fp16": True}, "no", torch.float16),
+        ({}, "no", None),
+        ({}, "bf16", torch.bfloat16),
+    ],
 )
-def test_the_trainer_s_line_is_of_its_autocast(monkeypatch, bf16, fp16, autocast):
+def test_the_trainer_s_line_is_of_its_autocast(
+    monkeypatch, tmp_path, settings, launched_with, autocast
+):
+    """Also where `accelerate launch --mixed_precision` chose it, which the arguments say nothing
+    of.
+    """
     found = []
     monkeypatch.setattr(apply, "announce", lambda model, state, autocast: found.append(autocast))
-    settings = SimpleNamespace(bf16=bf16, fp16=fp16)
-    PackFreeCallback().on_init_end(settings, None, None, model=tiny())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched_with)
+    chosen = TrainingArguments(tmp_path, use_cpu=True, report_to="none", **settings)
+    Trainer(tiny(), chosen, callbacks=[PackFreeCallback()])
     assert found == [autocast]
 
 
