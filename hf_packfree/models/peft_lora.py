@@ -89,6 +89,21 @@ def spare_columns_for(layers: Iterable[Any], x: Tensor) -> int:
     return spare_columns(x, dtype, adapters)
 
 
+def unfit_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
+    """Return the dtype of the first active adapter on which PEFT multiplies a rounded x, or a
+    widened one, as fused layers do not; None: there is none.
+
+    Args:
+        layer: see `is_lora`.
+    """
+    cast = compute_dtype(x) if under_autocast(x.device) else None
+    for name in _active_adapters(layer) or ():
+        A, B = (plain_weight(layer._modules[part]._modules[name]) for part in ("lora_A", "lora_B"))
+        if A is not None and B is not None and not _fits(layer, A, B, x, cast):
+            return A.dtype
+    return None
+
+
 def _active_adapters(layer: Any) -> list[str] | None:
     """Return the names of the adapters that a call adds to what the base layer returns; None:
     adapters are disabled while merged, so PEFT would unmerge first.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_packfree.models.linear_weights import compute_dtype, read_weight, runs_class_forward
-from hf_packfree.models.peft_lora import is_lora, read_lora
+from hf_packfree.models.peft_lora import is_lora, read_lora, unfit_dtype
 
 
 def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
@@ -50,7 +50,11 @@ def _of_lora(layer: Any, x: Tensor) -> str:
         return "DoRA with dropout" if drops else "DoRA"
     if variants := getattr(layer, "lora_variant", {}):
         return type(next(iter(variants.values()))).__name__
-    if (quantisation := _quantisation(layer.get_base_layer(), x)) is not None:
+    base = layer.get_base_layer()
+    is_read = is_lora(layer) and read_weight(base, compute_dtype(x)) is not None
+    if is_read and (dtype := unfit_dtype(layer, x)) is not None:
+        return f"LoRA in {dtype} on activations in {x.dtype}".replace("torch.", "")
+    if (quantisation := _quantisation(base, x)) is not None:
         return f"LoRA on {quantisation}"
     return "LoRA with a bias" if any(layer.lora_bias.values()) else "LoRA that is not fused"
 

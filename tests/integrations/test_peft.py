@@ -63,7 +63,7 @@ def test_the_report_says_what_autocast_would_fuse():
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.bfloat16()
-    kind = "LoRA that is not fused (fused under autocast in bfloat16)"
+    kind = "LoRA in bfloat16 on activations in float32 (fused under autocast in bfloat16)"
     assert patch_report(model).called == {kind: len(ATTENTION)}
     with torch.autocast("cpu", torch.bfloat16):
         assert patch_report(model).called == {}
@@ -416,6 +416,12 @@ def test_a_4_bit_base_prepared_as_peft_documents_it(computes_in, tmp_path):
         assert trained == {f"{kind}_4bit_compute_dtype {said}": count}
         assert "are fused where activations are float32 and autocast is off" in plan.linear
         assert "load it with bnb_4bit_compute_dtype=torch.bfloat16" in plan.linear
+        # as TRL makes adapters of a base in 4 bits
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.bfloat16()
+        kind = "LoRA in bfloat16 on activations in float32"
+        assert patch_report(model).called == {kind: count}
 
 
 @integration(

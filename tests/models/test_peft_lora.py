@@ -283,10 +283,12 @@ CALLED = {
     "ModulesToSaveWrapper": lambda: lora(target_modules=["k"], modules_to_save=["q"]),
     "bfloat16 adapters on fp32": lambda: lora().to(torch.bfloat16),
 }
-NAMES = {"another forward": HOOKS, "DoRA on a trained layer": "DoRA"} | dict.fromkeys(
-    ("disabled while merged", "hooked inside", "bfloat16 adapters on fp32"),
-    "LoRA that is not fused",
-)
+NAMES = {
+    "another forward": HOOKS,
+    "DoRA on a trained layer": "DoRA",
+    "bfloat16 adapters on fp32": "LoRA in bfloat16 on activations in float32",
+    **dict.fromkeys(("disabled while merged", "hooked inside"), "LoRA that is not fused"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias")
