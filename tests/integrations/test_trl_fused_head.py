@@ -19,7 +19,15 @@ from tests.integrations.compare import IGNORED, KeepGradients, arguments, worst
 from tests.integrations.marks import integration, needs
 from tests.integrations.test_trl import sft, tokenizer, words
 from tests.models.padded import padded_batch
-from tests.support import GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
+from tests.support import (
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    documents,
+    gradients,
+    relative_rms,
+    slow_decay,
+    tiny,
+)
 
 # its dependencies deprecate things
 pytestmark = [needs("trl", "datasets"), pytest.mark.filterwarnings("default")]
@@ -416,3 +424,32 @@ def test_rewards(kind, tmp_path):
     assert (
         worst(*steps) <= 10 * GRADIENT_TOL and max(g.abs().max() for g in steps[0][0].values()) > 0
     )
+
+
+def test_preferences_of_single_answers(tmp_path):
+    """KTO: answers that are liked or not."""
+    import trl
+    from datasets import Dataset
+
+    prompts, answers = documents((9, 12, 5, 33), vocabulary=100), documents((30, 40, 17, 3))
+    rows = [
+        {"prompt": words(prompt), "completion": f" {words(answer)}", "label": number % 2 == 0}
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    steps = []
+    for patch in (True, False):
+        keep = KeepGradients()
+        trainer = trl.KTOTrainer(
+            model=tiny(),
+            ref_model=slow_decay(tiny(), seed=1),
+            args=arguments(
+                tmp_path, trl.KTOConfig, max_steps=2, per_device_train_batch_size=4, use_cpu=True
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer(),
+            callbacks=[keep, *([PackFreeCallback()] if patch else [])],
+        )
+        trainer.train()
+        steps.append(keep.steps)
+        assert not patch or fused_head_of(trainer.model) is not None
+    assert worst(*steps) <= GRADIENT_TOL and max(g.abs().max() for g in steps[0][0].values()) > 0
