@@ -25,7 +25,7 @@ from hf_packfree.models.linear_weights import has_hooks
 from hf_packfree.models.plain_layers import all_are_hooked, forward_of, is_hooked
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import OP as LOSS
-from hf_packfree.ops.loss import Targets, lazy_logits, loss_of
+from hf_packfree.ops.loss import Targets, head_scales, lazy_logits, loss_of, scaled_from
 from hf_packfree.packing.lazy import LazyTensor
 
 _UPSTREAM = signature(ForCausalLMLoss)
@@ -86,7 +86,7 @@ class HeadOfCall(OfCall):
         if why_logits_are_made(head) is None:
             counted = Targets.of(targets.to(layer.weight.device), ignored)
             vars(self)[name] = deferred = DeferredLayer(head, name)
-            self.loss_function.deferred = deferred
+            self.loss_function.deferred, deferred.until_loss = deferred, True
             self.loss_function.targets = targets, ignored, counted
 
 
@@ -97,6 +97,7 @@ class DeferredLayer:
         made: the lazy logits, the product; None where the layer itself multiplied.
         returned: these as the caller got them: FSDP may have cast them.
         softmax_gradient: of the backend that is to compute their loss.
+        until_loss: whether a scale or a cap may wait, too, until the loss is called.
     """
 
     def __init__(self, head: Any, name: str) -> None:
@@ -104,6 +105,7 @@ class DeferredLayer:
         self.made: LazyTensor | None = None
         self.returned: Tensor | None = None
         self.softmax_gradient: Any = None
+        self.until_loss = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., D], lazy where they are a product
@@ -138,6 +140,7 @@ class DeferredLayer:
             return F.linear(hidden, layer.weight, layer.bias)
         self.softmax_gradient = LOSS.backend(kernels["loss"]).softmax_gradient
         self.made = lazy_logits(*parts, lambda: gathered(layer), kernels["loss"])
+        head_scales(self.made, self.until_loss)
         return self.made
 
     @contextmanager
@@ -203,21 +206,20 @@ class LossOfCall:
         kwargs |= self._keywords
         lazy = None if self.deferred is None else self.deferred.made
         if lazy is not None:
+            head_scales(lazy, False)
             given = _UPSTREAM.bind(*args, **kwargs).arguments
             loss = self._without_logits(lazy, given)
             if loss is not None:
                 return loss
         return self._function(*args, **kwargs)
 
-    def _without_logits(self, logits: LazyTensor, given: dict[str, Any]) -> Tensor | None:
+    def _without_logits(self, logits: Any, given: dict[str, Any]) -> Tensor | None:
         """Return what transformers' `ForCausalLMLoss` does with these arguments, or None where
         somebody has to read the logits.
         """
         assert self.targets is not None and self.deferred is not None
-        returned = self.deferred.returned
-        if given["logits"] is not returned or not _holds(returned, logits):
-            return None
-        if given["vocab_size"] != logits.shape[-1]:
+        logits = _unread(given["logits"], self.deferred.returned, logits)
+        if logits is None or given["vocab_size"] != logits.shape[-1]:
             return None
         expected, of_expected, targets = self.targets
         ignored, shifted = given.get("ignore_index", -100), given.get("shift_labels")
@@ -239,6 +241,17 @@ class LossOfCall:
         if items is None:
             items = (targets.flat >= 0).sum().clamp(min=1)
         return total / (items.to(total.device) if isinstance(items, Tensor) else items)
+
+
+def _unread(given: Any, returned: Tensor | None, made: LazyTensor) -> Any:
+    """Return the logits of which a loss can be computed without reading them: what a last layer
+    made, or what its head made of that; None where somebody has to read others.
+    """
+    if not _holds(returned, made):
+        return None
+    if given is returned:
+        return made
+    return given if scaled_from(given, made) else None
 
 
 def _holds(returned: Tensor | None, made: LazyTensor) -> bool:

@@ -4,17 +4,20 @@ whoever reads them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing.lazy import LazyTensor
 from tests.input_formats import row_batch
 from tests.models.padded import IGNORED, all_gradients, padded_batch
 from tests.models.test_heads import vision_language
-from tests.support import relative_rms, step, tiny, worst_gradient
+from tests.support import by_family, relative_rms, step, tiny, worst_gradient
 
 LOSS_TOL, GRADIENT_TOL = 1e-6, 1e-5
 UPSTREAM = {"loss": "upstream"}
@@ -102,6 +105,56 @@ def test_a_head_with_a_bias_or_tied_or_frozen():
     assert_equal_steps(model, packed_batch())
     model.lm_head.weight.requires_grad_(False)
     assert_equal_steps(model, packed_batch())
+
+
+CHANGED = {
+    "granite": {"logits_scaling": 3.0},
+    "cohere2": {"logit_scale": 0.3},
+    "gemma2": {"final_logit_softcapping": 0.3},
+    "falcon_h1": {"lm_head_multiplier": 0.4},
+}
+"""{family: what its head does with its last layer's logits}."""
+
+
+def tiny_changed(family):
+    """The family's tiny model, whose head does more than a little."""
+    row = by_family[family]
+    return tiny(replace(row, tiny={**row.tiny, **CHANGED[family]}))
+
+
+@pytest.mark.parametrize("family", [name for name in CHANGED if name in by_family])
+def test_a_scale_or_a_cap_of_logits_waits_too(family):
+    model, batch = tiny_changed(family), packed_batch()
+    assert_equal_steps(model, batch)
+    assert_equal_steps(model.to(torch.float64), batch)
+    with torch.no_grad():
+        found = model(**batch)
+        usual = tiny(family)(**batch)
+    assert found.logits.source.values is None
+    assert relative_rms(found.logits, usual.logits) > 0.1
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+@pytest.mark.parametrize("factor", [2.0, 1 / 3.0])
+def test_a_gradient_that_a_hook_changes_is_changed(family, factor):
+    """Also by the very operation with which autograd goes back through a scale of 3."""
+    models = tiny_changed(family), tiny_changed(family)
+    apply_patches(models[0]), apply_patches(models[1], backend=UPSTREAM)
+    for model in models:
+        output = model(**packed_batch())
+        output.logits.register_hook(lambda grad: grad * 2.0 if factor == 2.0 else grad / 3.0)
+        output.loss.backward()
+    found, wanted = ({n: p.grad for n, p in one.named_parameters()} for one in models)
+    assert worst_gradient(found, wanted) <= GRADIENT_TOL
+
+
+def test_a_scale_of_logits_waits_in_padded_rows():
+    output = assert_equal_steps(tiny_changed("granite"), padded_batch("left"))
+    with pytest.raises(UnsupportedInput, match="found logits that were read or changed"):
+        output.logits.log_probs(torch.zeros(output.logits.shape[:2], dtype=torch.int64))
+    output = apply_patches(tiny_changed("granite"))(**packed_batch())
+    with pytest.raises(UnsupportedInput, match="found logits that the head scales or caps"):
+        output.logits.log_probs(torch.zeros(output.logits.shape[:2], dtype=torch.int64))
 
 
 @pytest.mark.parametrize("kind", BATCHES)

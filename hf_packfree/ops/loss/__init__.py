@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, linear
 from hf_packfree.ops.backend import Backend, needs_triton
 from hf_packfree.ops.loss.chunked_loss import Targets
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
-from hf_packfree.ops.loss.logits import lazy_logits, loss_of
+from hf_packfree.ops.loss.logits import head_scales, lazy_logits, loss_of, scaled_from
 from hf_packfree.ops.loss.softmax import SoftmaxGradient, softmax_gradient, triton_softmax_gradient
 from hf_packfree.ops.loss.statistics import Wanted
 from hf_packfree.ops.op import Op
@@ -121,8 +121,10 @@ __all__ = [
     "Targets",
     "TokenLogProbs",
     "Wanted",
+    "head_scales",
     "lazy_logits",
     "linear_cross_entropy",
     "linear_log_probs",
     "loss_of",
+    "scaled_from",
 ]

@@ -17,6 +17,13 @@ from torch.nn.functional import linear, one_hot
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.ops.loss.chunked_loss import Gradients, Targets, choose, loss_and_gradients, scaled
+from hf_packfree.ops.loss.elementwise import (
+    Elementwise,
+    LazyGradient,
+    after_steps,
+    origin_of,
+    step_of,
+)
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
 from hf_packfree.ops.loss.statistics import Wanted
@@ -29,6 +36,17 @@ Weights = Callable[[], tuple[Tensor, Tensor | None]]
 
 class LazyLogits(LazyTensor):
     """Logits [B, S, V] of a patched model's packed or padded rows, computed only when read."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Wait on, until the loss is called, at a scale or a cap that the head gives them."""
+        first = args[0] if args else None
+        if isinstance(first, LazyLogits) and not kwargs and _is_of_a_head(first.source):
+            step, source = step_of(func, args), first.source
+            if step is not None:
+                made = Elementwise(source, step)
+                return cls(Source(source.shape, source.dtype, source.device, made))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def log_probs(
         self,
@@ -85,6 +103,13 @@ class LazyLogits(LazyTensor):
         return found.with_detached_entropy() if entropy == "detached" else found
 
 
+def _is_of_a_head(source: Source) -> bool:
+    """Whether unread logits are still the head's own, whose loss was not called yet."""
+    product = origin_of(source)[0].make
+    unread = source.values is None and not source.changed
+    return unread and isinstance(product, _Product) and product.until_loss
+
+
 def _origin(source: Source) -> tuple[_Product, PackedSequence | None]:
     """Return what makes the values, with the record of a padded batch.
 
@@ -103,6 +128,11 @@ def _origin(source: Source) -> tuple[_Product, PackedSequence | None]:
         if isinstance(make, _Product):
             return make, packed
         following = source.cast_of
+        if isinstance(make, Elementwise):
+            raise UnsupportedInput(
+                "found logits that the head scales or caps, asked for their log_probs; wanted its "
+                "last layer's own; pass its hidden states to hf_packfree.token_log_probs"
+            )
         if isinstance(make, Padded):
             assert isinstance(make.row, LazyTensor)
             packed, following = make.packed, make.row.source
@@ -181,6 +211,8 @@ class _Product:
         self.given = x, weight, bias
         # the backward pass was here, after which other weights may be loaded
         self.ended = False
+        # operations on each of them are the head's, of which the loss comes
+        self.until_loss = False
 
     def __call__(self) -> Tensor:
         """Return them."""
@@ -237,9 +269,25 @@ def _too_late() -> UnsupportedInput:
     )
 
 
+def head_scales(logits: LazyTensor, scales: bool) -> None:
+    """Say of what `lazy_logits` returned whether a product with a number, a quotient and a tanh of
+    them are the head's, for a loss that `loss_of` computes: such logits wait like themselves.
+    """
+    product = logits.source.make
+    assert isinstance(product, _Product)
+    product.until_loss = scales
+
+
+def scaled_from(found: Any, logits: LazyTensor) -> bool:
+    """Whether somebody has what a head made of these lazy logits, unchanged."""
+    if not isinstance(found, LazyLogits) or found.source.changed:
+        return False
+    return origin_of(found.source)[0] is logits.source
+
+
 def loss_of(logits: Tensor, targets: Targets, softmax_gradient: SoftmaxGradient) -> Tensor:
     """Return the sum of the cross entropies, an fp32 scalar, of logits [..., V] that
-    `lazy_logits` returned.
+    `lazy_logits` returned, or of what steps made of them: see `Elementwise`.
     """
     total: Tensor = _CrossEntropy.apply(logits, targets, softmax_gradient)
     return total
@@ -250,16 +298,28 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, logits: LazyTensor, targets: Targets, softmax_gradient: SoftmaxGradient
     ) -> Tensor:
-        product = logits.source.make
+        source, steps = origin_of(logits.source)
+        product = source.make
         assert isinstance(product, _Product)
         needed = product.needed if ctx.needs_input_grad[0] else (False, False, False)
         flat, some, chosen = choose(product.x.flatten(0, -2), targets)
         weight, *bias = product.weights
         total, found = loss_and_gradients(
-            flat, weight, bias[0] if bias else None, some, needed, softmax_gradient
+            flat,
+            weight,
+            bias[0] if bias else None,
+            some,
+            needed,
+            after_steps(softmax_gradient, steps),
         )
         ctx.save_for_backward(found.x, found.weight, found.bias)
-        ctx.factor, ctx.product, ctx.targets, ctx.chosen = found.factor, product, targets, chosen
+        ctx.factor, ctx.make, ctx.targets, ctx.chosen = (
+            found.factor,
+            logits.source.make,
+            targets,
+            chosen,
+        )
+        ctx.steps = steps
         ctx.like = logits.shape, logits.dtype, logits.device
         return total
 
@@ -268,16 +328,13 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         d_x, d_weight, d_bias = ctx.saved_tensors
         found = Gradients(d_x, d_weight, d_bias, ctx.factor)
-        product, targets, chosen = ctx.product, ctx.targets.flat, ctx.chosen
+        make, targets, chosen = ctx.make, ctx.targets.flat, ctx.chosen
         shape, dtype, device = ctx.like
-        source = Source(
-            shape,
-            dtype,
-            device,
-            lambda: _gradient(product(), targets, grad),
-            onward=lambda x, weight: _multiplied(found, grad, x, weight, chosen),
+        source = Source(shape, dtype, device, lambda: _gradient(make(), targets, grad))
+        gradient = LazyGradient.of(
+            source, ctx.steps, lambda x, weight: _multiplied(found, grad, x, weight, chosen)
         )
-        return LazyTensor(source), None, None
+        return gradient, None, None
 
 
 def _gradient(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
@@ -304,4 +361,4 @@ def _multiplied(
     return d_x, d_weight, d_bias
 
 
-__all__ = ["LazyLogits", "lazy_logits", "loss_of"]
+__all__ = ["LazyLogits", "head_scales", "lazy_logits", "loss_of", "scaled_from"]

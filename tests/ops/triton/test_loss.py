@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.loss import linear_cross_entropy, softmax
+from hf_packfree.ops.loss.elementwise import Step, after_steps
 from tests.support import relative_rms
 
 KERNELS = {"softmax_gradient"}
@@ -57,3 +58,22 @@ def test_the_whole_operation():
     ours, theirs = (torch.autograd.grad(loss, [x, weight]) for loss in losses)
     for found, wanted in zip(ours, theirs):
         assert relative_rms(found, wanted) <= 1e-6
+
+
+@pytest.mark.parametrize("capped", [False, True], ids=["scaled", "capped"])
+def test_what_a_head_does_between_product_and_loss(capped, launched):
+    """The kernel overwrites what it reads, which the way back must not need."""
+    torch.manual_seed(0)
+    div, mul, tanh = (getattr(torch.ops.aten, one) for one in ("div", "mul", "tanh"))
+    steps = (Step(div.Tensor, (3.0,)),)
+    if capped:
+        steps = (Step(div.Tensor, (0.5,)), Step(tanh.default, ()), Step(mul.Tensor, (0.5,)))
+    logits, targets = 2 * torch.randn(7, 100), torch.randint(100, (7,))
+    leaf = logits.clone().requires_grad_()
+    made = (leaf / 0.5).tanh() * 0.5 if capped else leaf / 3.0
+    wanted = torch.nn.functional.cross_entropy(made, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(wanted.sum(), leaf)
+    found = after_steps(softmax.triton_softmax_gradient, steps)(logits, targets, 1.0)
+    torch.testing.assert_close(found[0], wanted.detach(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(found[1], gradient, rtol=1e-5, atol=2e-6)
+    assert launched == KERNELS
