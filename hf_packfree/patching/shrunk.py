@@ -55,6 +55,8 @@ _SIZES: dict[str, Any] = {
 }
 """Of what a config says; of names that are not here a size stays, which few layers and a narrow
 model make small."""
+_ALWAYS = "head_dim", "num_experts_per_tok", "num_key_value_heads"
+"""Of which no model has none, whatever its config says."""
 _NOT_OF_THE_MODEL = (
     "architectures",
     "auto_map",
@@ -85,7 +87,7 @@ def shrunk(config: Any, longest: int = LONGEST) -> dict[str, Any]:
     sizes = {names[name]: size for name, size in sizes.items()}
     fields = {
         name: sizes[name]
-        if name in sizes and (value or name == "head_dim")
+        if name in sizes and (value or name in _ALWAYS)
         else _first(value, len(kinds), layers)
         for name, value in config.to_dict().items()
         if name not in _NOT_OF_THE_MODEL and not name.startswith("_")

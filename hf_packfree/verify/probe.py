@@ -180,7 +180,9 @@ class Probe:
         number = ranks.own(self.documents.number, fill=-1)
         last = number == len(self.lengths) - 1
         (gradient,) = torch.autograd.grad(loss[last].sum(), embeds, retain_graph=True)
-        others = _largest(gradient[0, self.documents.elsewhere(last)])
+        elsewhere = self.documents.elsewhere(last)
+        # CPM-Ant embeds a prompt of its own in front of the row
+        others = _largest(gradient[0, -len(elsewhere) :][elsewhere])
         found = [others, *self._to_features(loss, number, embeds, features)]
         largest = ranks.largest(found, self.device)
         if not isinstance(self.documents, TreeDocuments):
@@ -327,7 +329,8 @@ def _as_leaf(embed: nn.Module) -> Iterator[list[Tensor]]:
 
     def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
+        # a leaf must not be changed in place, as CTRL changes its embeddings
+        return leaves[-1].clone()
 
     handle = embed.register_forward_hook(cut)
     try:
