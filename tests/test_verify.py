@@ -195,6 +195,13 @@ def test_the_noise_of_training_is_not_blamed_on_packing():
     report = verify_packing(model, lengths=(5, 40, 1, 17))
     assert not report.failures() and model.training
     assert "sliding window is in its mask alone" in str(report)
+    named = "measured without router_jitter_noise=0.3 and input_jitter_noise=0.3, by which training"
+    assert named in str(report) and set(report.jitter) == {
+        "router_jitter_noise=0.3",
+        "input_jitter_noise=0.3",
+    }
+    model.config.router_jitter_noise = model.config.input_jitter_noise = 0.0
+    assert "jitter" not in str(verify_packing(model, lengths=(5, 40, 1, 17)))
 
 
 def test_what_cannot_be_verified():

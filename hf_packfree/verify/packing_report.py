@@ -117,6 +117,8 @@ class PackingReport:
         tree: the row was a tree of shared prefixes, and the documents its samples.
         not_patched: why the model was measured as transformers has it; None where it can be
             patched.
+        jitter: fields of the config, with their values, that multiply by noise in training, packed
+            or not; the model was measured in evaluation mode, without it.
     """
 
     model: str
@@ -131,6 +133,7 @@ class PackingReport:
     autocast: str | None = None
     tree: bool = False
     not_patched: str | None = None
+    jitter: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -183,8 +186,16 @@ class PackingReport:
 
     @property
     def why(self) -> str:
-        """Say why the model is not patched, where it cannot be."""
-        return "" if self.not_patched is None else f"; it is not patched: {self.not_patched}"
+        """Say why the model is not patched, where it cannot be, and which noise of training was
+        left out.
+        """
+        why = "" if self.not_patched is None else f"; it is not patched: {self.not_patched}"
+        if not self.jitter:
+            return why
+        return (
+            f"{why}; measured without {_and(*self.jitter)}, by which training steps differ from "
+            "one to the next, packed or not"
+        )
 
 
 def _and(*words: str) -> str:

@@ -162,6 +162,7 @@ def verify_packing(
         autocast=None if probe.autocast is None else _name(probe.autocast),
         tree=tree is not False,
         not_patched=refused,
+        jitter=_jitter(trunk.config),
     )
     _judge(report, model)
     return report
@@ -227,6 +228,16 @@ def _refuse_unmeasurable(model: nn.Module) -> None:
                 f"found {name} made in torch.inference_mode, which nothing differentiates; wanted "
                 "parameters that can be trained; build or load the model outside of that mode"
             )
+
+
+def _jitter(config: Any) -> tuple[str, ...]:
+    """Return the fields of a config that say how much noise routers get in training: Mixtral's,
+    Phi-MoE's and others'.
+    """
+    found = config.to_dict().items()
+    return tuple(
+        f"{name}={value}" for name, value in found if name.endswith("jitter_noise") and value
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

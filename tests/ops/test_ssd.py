@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -239,6 +240,19 @@ def test_a_package_that_was_compiled_keeps_its_parts(mamba, monkeypatch):
     found = ssd(*inputs, PackedSequence.from_lengths([65, 5]), backend="mamba_ssm")
     assert relative_rms(found, ssd(*inputs, PackedSequence.from_lengths([65, 5]))) <= SINGLE
     assert sys.modules["selective_scan_cuda"] is compiled
+
+
+def test_a_release_that_asks_for_no_compiled_part(mamba, tmp_path, monkeypatch):
+    """As mamba-ssm's main branch since its scan in CUDA is optional, without causal-conv1d, too."""
+    shutil.copytree(Path(__file__).parents[1] / "fakes_mamba", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "mamba_ssm" / "__init__.py").write_text("__version__ = '2.3.3.dev0'")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "selective_scan_cuda", None)
+    monkeypatch.setitem(sys.modules, "causal_conv1d", None)
+    inputs, lengths = [x.float() for x in make_inputs([65, 5])], [65, 5]
+    wanted = run(recurrent_ssd, [x.double() for x in inputs], lengths)
+    assert worst(run(ssd, inputs, lengths, backend="mamba_ssm"), wanted)[0] <= SINGLE
+    assert sys.modules["mamba_ssm"].__version__ == "2.3.3.dev0"
 
 
 def test_rows_beyond_the_kernels_offsets_are_refused(mamba):
