@@ -203,7 +203,7 @@ def _autocast_in_force() -> torch.dtype | None:
     """Return the dtype in which accelerate will have matrix products, whether the Trainer's
     arguments or `accelerate launch` chose it, or None: that of the weights.
     """
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
     # what is no product in fp8 is autocast to bfloat16
     dtypes = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
