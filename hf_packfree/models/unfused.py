@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_packfree.models.linear_weights import compute_dtype, read_weight, runs_class_forward
 from hf_packfree.models.peft_lora import is_lora, read_lora, unfit_dtype
+
+SHARDED = "sharded weights"
+"""What names of projections that hold `DTensor`s end with; FSDP2 gathers them in forward passes."""
 
 
 def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
@@ -19,9 +23,16 @@ def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None
     method = _peft_method(layer)
     if method is None:
         return _of_linear(layer, x, adapters) if isinstance(layer, nn.Linear) else None
-    if adapters and is_lora(layer) and read_lora(layer, x) is not None:
-        return None
-    return _of_lora(layer, x) if method == "LORA" else method
+    if method != "LORA":
+        return method
+    if not adapters:
+        return "LoRA under batch_invariant=True"
+    return None if is_lora(layer) and read_lora(layer, x) is not None else _of_lora(layer, x)
+
+
+def is_projection(layer: Any) -> bool:
+    """Whether a module is a linear layer, or holds one for a method of PEFT."""
+    return isinstance(layer, nn.Linear) or _peft_method(layer) is not None
 
 
 def _peft_method(layer: Any) -> str | None:
@@ -61,11 +72,13 @@ def _of_lora(layer: Any, x: Tensor) -> str:
 
 def _quantisation(layer: Any, x: Tensor) -> str | None:
     """Name the class of a layer that is not torch's own, or of its weight where torchao has put
-    one; None: neither.
+    one, or that it is sharded; None: nothing of these.
     """
     kind: type = type(layer)
     if kind is not nn.Linear:
         return kind.__name__ + (_other_dtype(layer, x) if kind.__name__ == "Linear4bit" else "")
+    if isinstance(layer.weight, DTensor):
+        return SHARDED
     kind = type(layer.weight)
     return kind.__name__ if kind.__module__.startswith("torchao.") else None
 

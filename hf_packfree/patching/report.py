@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from hf_packfree._version import __version__
 from hf_packfree.models.head_loss import why_logits_are_made
-from hf_packfree.models.linear_weights import compute_dtype
+from hf_packfree.models.linear_weights import compute_dtype, qualified_name
 from hf_packfree.models.peft_lora import is_lora
 from hf_packfree.models.run_options import Padded, Unpacked
 from hf_packfree.models.state import PatchState, find_state
-from hf_packfree.models.unfused import why_not_fused
+from hf_packfree.models.unfused import SHARDED, is_projection, why_not_fused
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
@@ -75,9 +76,10 @@ class PatchReport:
         long_documents: {operation: what it does with them, where the model is now}: exact, but
             rounded otherwise than in another row.
         left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
-        called: {what was added to projections of decoder layers (adapters, quantisation, hooks):
-            how many of these run their own forward because of it, exact but without the fused
-            kernels for plain weights and LoRA}; what would be fused under autocast says so.
+        called: {what was added to projections of decoder layers (adapters, quantisation, hooks,
+            sharding, torch.compile): how many of these run their own forward because of it, exact
+            but without the fused kernels for plain weights and LoRA}; what would be fused under
+            autocast says so.
         rounding: why a document gets, where the model is now, what it gets alone only up to
             rounding; None: bit for bit in the layers' forward pass, as `tests/gpu` checks it.
     """
@@ -227,16 +229,33 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
     inside one counts with it.
     """
     x, found = a_parameter(model), Counter[str]()
+    compiled, gathered = _inside(model, _is_compiled), _inside(model, _is_fsdp)
     left: list[Any] = list(trunks(model, family))
     embeddings = [trunk.get_input_embeddings() for trunk in left]
     while left:
         module = left.pop()
         kind = _kind(module, x, adapters=not state.batch_invariant)
-        if kind is not None:
+        if module in compiled and is_projection(module):
+            kind = "torch.compile"
+        if kind is not None and not (kind.endswith(SHARDED) and module in gathered):
             found[kind] += 1
         elif not is_lora(module):
             left += (child for child in module.children() if child not in embeddings)
     return dict(sorted(found.items()))
+
+
+def _inside(model: nn.Module, is_one: Callable[[Any], bool]) -> set[nn.Module]:
+    """Return what lies in parts of a model that are one, and these."""
+    return {inner for part in model.modules() if is_one(part) for inner in part.modules()}
+
+
+def _is_compiled(module: Any) -> bool:
+    known = qualified_name(module) == ("torch._dynamo.eval_frame", "OptimizedModule")
+    return known or module._compiled_call_impl is not None
+
+
+def _is_fsdp(module: Any) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 @contextmanager

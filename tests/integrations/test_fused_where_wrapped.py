@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_packfree import apply_patches
+from hf_packfree import apply_patches, patch_report
 from hf_packfree.models.plain_layers import plain_layers
 from tests.integrations.compare import in_steps, labelled, packed
 from tests.integrations.marks import needs
@@ -91,14 +92,34 @@ def step(model: nn.Module, autocast: bool) -> None:
 
 
 @pytest.mark.parametrize("adapted", [as_it_is, with_lora])
-@pytest.mark.parametrize(("wrap", "autocast"), [(ddp, True), (ddp, False), (fsdp2, False)])
+@pytest.mark.parametrize(
+    ("wrap", "autocast"), [(ddp, True), (ddp, False), (fsdp2, True), (fsdp2, False)]
+)
 def test_every_projection_is_fused(wrap, autocast, adapted, one_rank):
-    """In the dtype of the run: autocast's, the policy's, or that of the weights."""
+    """In the dtype of the run: autocast's, the policy's, or that of the weights; the report says
+    so, too, between steps, when weights are sharded.
+    """
     model = adapted(apply_patches(tiny()))
     found = answers(model)
-    step(wrap(model), autocast)
+    step(wrapped := wrap(model), autocast)
     computes = torch.bfloat16 if autocast or wrap is fsdp2 else torch.float32
     assert len(found) == PROJECTIONS and set(found.values()) == {computes}
+    assert patch_report(wrapped).called == {}
+
+
+@pytest.mark.parametrize(
+    ("adapted", "kind"), [(as_it_is, "sharded weights"), (with_lora, "LoRA on sharded weights")]
+)
+def test_projections_that_stay_sharded_are_called_and_counted(adapted, kind, one_rank):
+    """As tensor parallelism leaves them, in the forward pass, too."""
+    model = adapted(apply_patches(tiny()))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and "lora_" not in name and "lm_head" not in name:
+            module.weight = nn.Parameter(
+                distribute_tensor(module.weight.detach(), mesh, [Shard(0)])
+            )
+    assert patch_report(model).called == {kind: PROJECTIONS}
 
 
 def test_every_projection_is_fused_in_bf16_whose_fp32_copy_an_optimizer_holds():
@@ -126,5 +147,7 @@ def test_a_compiled_layer_calls_its_projections_and_the_others_are_fused():
     step(model, True)
     torch.compiler.reset()
     called = {name for name, dtype in found.items() if dtype is None}
+    assert patch_report(model).called == {"torch.compile": len(called)}
+    assert patch_report(torch.compile(model)).called == {"torch.compile": PROJECTIONS}
     assert len(found) == PROJECTIONS and len(called) == 8
     assert all(name.startswith("model.layers.0.") for name in called)

@@ -303,7 +303,7 @@ def test_what_is_more_than_lora_is_called(kind):
 def test_plain_lora_is_named_only_where_it_is_not_fused():
     layer, x = lora().base_model.model.q, torch.randn(2, 24)
     assert why_not_fused(layer, x) is None and why_not_fused(layer.base_layer, x) is None
-    assert why_not_fused(layer, x, adapters=False) == "LoRA that is not fused"
+    assert why_not_fused(layer, x, adapters=False) == "LoRA under batch_invariant=True"
 
 
 def test_dropout_in_training_and_adapters_that_are_wider_than_x():
