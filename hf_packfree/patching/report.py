@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_packfree._version import __version__
 from hf_packfree.models.head_loss import why_logits_are_made
-from hf_packfree.models.linear_weights import compute_dtype, qualified_name
+from hf_packfree.models.linear_weights import compute_dtype, qualified_name, under_autocast
 from hf_packfree.models.peft_lora import is_lora
 from hf_packfree.models.run_options import Padded, Unpacked
 from hf_packfree.models.state import PatchState, find_state
@@ -80,6 +80,8 @@ class PatchReport:
             sharding, torch.compile): how many of these run their own forward because of it, exact
             but without the fused kernels for plain weights and LoRA}; what would be fused under
             autocast says so.
+        autocast: what it makes of float32 weights in fused layers; empty where it is off, or there
+            are none.
         rounding: why a document gets, where the model is now, what it gets alone only up to
             rounding; None: bit for bit in the layers' forward pass, as `tests/gpu` checks it.
     """
@@ -101,6 +103,7 @@ class PatchReport:
     long_documents: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
     called: dict[str, int] = field(default_factory=dict)
+    autocast: str = ""
     rounding: str | None = "it is not patched"
 
     def as_dict(self) -> dict[str, Any]:
@@ -146,6 +149,7 @@ class PatchReport:
         further += [self.cuda_graphs] if self.cuda_graphs else []
         further += [] if "fused" in self.implementations else [NOT_FUSED]
         further += [called_in_words(self.called)] if self.called else []
+        further += [self.autocast] if self.autocast else []
         further += [f"on this machine's GPUs, {op}: {why}" for op, why in self.why.items()]
         return "\n  ".join((said, *further))
 
@@ -204,6 +208,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         long_documents={} if state.batch_invariant else _long_documents(model, family, runs),
         left_alone=unpatched_heads(model, family),
         called=_called(model, family, state),
+        autocast=_autocast_in_words(model, family) if runs.get("fused", "torch") != "torch" else "",
         rounding=why_rounding(model, family, runs, a_parameter(model))
         if state.batch_invariant
         else "batch_invariant is off",
@@ -242,6 +247,20 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
         elif not is_lora(module):
             left += (child for child in module.children() if child not in embeddings)
     return dict(sorted(found.items()))
+
+
+def _autocast_in_words(model: nn.Module, family: Family) -> str:
+    """Say what fused layers make of float32 weights, LoRA's too, where autocast rounds them."""
+    x = a_parameter(model)
+    dtype = compute_dtype(x)
+    layers = (part for trunk in trunks(model, family) for part in trunk.modules())
+    is_wide = any(type(part) is nn.Linear and part.weight.dtype == torch.float32 for part in layers)
+    if not is_wide or not under_autocast(x.device) or dtype == torch.float32:
+        return ""
+    return (
+        f"float32 weights are rounded to {dtype} where a product reads them, forward and backward; "
+        "no copy is kept"
+    ).replace("torch.", "")
 
 
 def _inside(model: nn.Module, is_one: Callable[[Any], bool]) -> set[nn.Module]:

@@ -206,17 +206,24 @@ def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
     model = patched_on_a_gpu(monkeypatch)
     plain = patch_report(model).implementations
     assert (plain["delta_rule"], plain["attention"]) == ("fla", "torch")
+    assert patch_report(model).autocast == ""
     before = torch.get_autocast_dtype("cuda")
     try:
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", torch.bfloat16)
-        found = patch_report(model).implementations
+        under_bf16 = patch_report(model)
         torch.set_autocast_dtype("cuda", torch.float32)
+        assert patch_report(model).autocast == ""
         assert patch_report(model).implementations == plain
     finally:
         torch.set_autocast_enabled("cuda", False)
         torch.set_autocast_dtype("cuda", before)
-    assert found == plain | {"delta_rule": "flash_qla", "attention": "triton"}
+    changed = {"delta_rule": "flash_qla", "attention": "triton"}
+    assert under_bf16.implementations == plain | changed
+    assert under_bf16.autocast in str(under_bf16) and under_bf16.autocast == (
+        "float32 weights are rounded to bfloat16 where a product reads them, forward and backward; "
+        "no copy is kept"
+    )
     assert patch_report(model).implementations == plain
 
 
