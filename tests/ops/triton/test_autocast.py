@@ -17,6 +17,7 @@ from torch import nn
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import row_batch
 from tests.integrations.marks import needs
+from tests.integrations.test_peft import quantised
 from tests.ops.triton.kernels import on_kernels
 from tests.ops.triton.test_lora import lora
 from tests.support import leak_in_the_convolution, random_weights, relative_rms, run, tiny
@@ -102,7 +103,13 @@ def ratios_to_stock(kind, weights, dtype, index):
     Gradients of a number per head are left out: the errors of so few elements scatter.
     """
     stock = MODELS[kind](tiny().to(weights))
-    exact, ours = copy.deepcopy(stock).double(), on_kernels(copy.deepcopy(stock), fused="triton")
+    exact = copy.deepcopy(stock).double()
+    return ratios_of(stock, exact, copy.deepcopy(stock), weights, dtype, index)
+
+
+def ratios_of(stock, exact, ours, weights, dtype, index):
+    """The same of three unpatched copies of a model, of which the second is in fp64."""
+    ours = on_kernels(ours, fused="triton")
     generator = torch.Generator().manual_seed(index)
     width = text_model(stock).config.hidden_size
     x, d_out = torch.randn(2, 1, sum(LENGTHS), width, generator=generator).to(weights)
@@ -134,6 +141,34 @@ def test_a_layer_is_no_farther_from_exact_than_stock(kind, weights, dtype, index
     ratios = ratios_to_stock(kind, weights, dtype, index)
     # gradients through the norm of a small key scatter, too
     assert mean(ratios) < 1 and ratios["out"] < 1.1, ratios
+
+
+@needs("peft", "bitsandbytes")
+@pytest.mark.parametrize("index", [0, 3], ids=["Gated DeltaNet", "attention"])
+def test_a_layer_in_4_bits_is_no_farther_from_exact_than_stock(index, tmp_path, rounds_to_bf16):
+    """As PEFT documents QLoRA: products in bf16, norms and activations in fp32."""
+    from peft import prepare_model_for_kbit_training
+
+    tiny().save_pretrained(tmp_path)
+    stock, exact, ours = (
+        lora(prepare_model_for_kbit_training(quantised(tmp_path, computes_in=BF16)))
+        for _ in range(3)
+    )
+    ratios = ratios_of(stock, dequantised(exact).double(), ours, FP32, BF16, index)
+    assert mean(ratios) < 1 and ratios["out"] < 1.1, ratios
+
+
+def dequantised(model):
+    """Put plain linear layers in the place of those in 4 bits."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    for layer in list(model.modules()):
+        base = getattr(layer, "base_layer", None)
+        if type(base).__name__ == "Linear4bit":
+            layer.base_layer = nn.Linear(1, 1, bias=False)
+            weight = dequantize_4bit(base.weight.data, base.weight.quant_state)
+            layer.base_layer.weight = nn.Parameter(weight, requires_grad=False)
+    return model
 
 
 def test_rounding_that_is_coarser_is_seen():
