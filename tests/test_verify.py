@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hf_packfree import apply_patches, verify_packing
@@ -169,6 +170,14 @@ def test_any_language_model_is_measured_and_said_why_it_is_not_patched(name, lea
         assert "in rows of their own: " in str(leak)
     assert (report.patched.influence > 1e-2) == leaks == bool(report.failures())
     assert report.family == name and why in report.not_patched and report.not_patched in str(report)
+
+
+def test_embeddings_may_have_tokens_first():
+    """XLNet's are [T, 1]."""
+    sizes = {"vocab_size": 128, "d_model": 64, "n_layer": 1, "n_head": 4, "d_inner": 96}
+    with pytest.raises(LeakDetected) as leak:
+        verify_packing(transformers.XLNetConfig(**sizes), lengths=(5, 40, 1, 17))
+    assert leak.value.report.patched.cross_gradient > 1e-3
 
 
 def test_what_is_served_unlisted_is_measured_by_its_type():

@@ -181,8 +181,8 @@ class Probe:
         last = number == len(self.lengths) - 1
         (gradient,) = torch.autograd.grad(loss[last].sum(), embeds, retain_graph=True)
         elsewhere = self.documents.elsewhere(last)
-        # CPM-Ant embeds a prompt of its own in front of the row
-        others = _largest(gradient[0, -len(elsewhere) :][elsewhere])
+        # XLNet embeds [T, 1], CPM-Ant a prompt of its own in front of the row
+        others = _largest(gradient.flatten(0, -2)[-len(elsewhere) :][elsewhere])
         found = [others, *self._to_features(loss, number, embeds, features)]
         largest = ranks.largest(found, self.device)
         if not isinstance(self.documents, TreeDocuments):
