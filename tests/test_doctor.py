@@ -460,8 +460,9 @@ IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
         (
             # what transformers takes where none is named
             {"quantization_config": IN_4_BITS},
-            "(bnb_4bit_compute_dtype=float32) are fused where activations are float32 and autocast "
-            "is off; elsewhere they are called as they are, also under TRL's autocast",
+            "(bnb_4bit_compute_dtype=float32) are fused where activations and adapters are float32 "
+            "(TRL makes these bfloat16) and autocast is off; elsewhere they are called as they are, "
+            "also under TRL's autocast",
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},

@@ -58,8 +58,9 @@ def _in_4_bits(computes_in: str) -> str:
     otherwise = "elsewhere they are called as they are"
     if computes_in == "float32":
         return (
-            f"are fused where activations are float32 and autocast is off; {otherwise}, also under "
-            "TRL's autocast (bf16=True): load it with bnb_4bit_compute_dtype=torch.bfloat16"
+            "are fused where activations and adapters are float32 (TRL makes these bfloat16) and "
+            f"autocast is off; {otherwise}, also under TRL's autocast (bf16=True): load it with "
+            "bnb_4bit_compute_dtype=torch.bfloat16"
         )
     flag = {"bfloat16": " (bf16=True)", "float16": " (fp16=True)"}.get(computes_in, "")
     return (
