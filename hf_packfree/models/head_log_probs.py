@@ -135,8 +135,10 @@ _CHANGES = {"logits_mup_width_multiplier": 1.0, "ngram": None}
 value of none}.
 """
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
-_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+_SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1, "output_multiplier": 1}
 """What they are multiplied with: {name: to which power}."""
+_MULTIPLIES = "hyperclovax"
+"""The type of text model whose `logits_scaling` is a factor, where all others' is a divisor."""
 
 
 def changed_logits(head: Any) -> str | None:
@@ -157,8 +159,10 @@ def changed_logits(head: Any) -> str | None:
 def scale_of_logits(head: Any) -> float:
     """Return what a model multiplies its last layer's logits with."""
     text = _text_config(head)
-    values = {name: getattr(text, name, None) or 1.0 for name in _SCALES}
-    return math.prod(float(values[name]) ** power for name, power in _SCALES.items())
+    multiplies = getattr(text, "model_type", None) == _MULTIPLIES
+    powers = _SCALES | ({"logits_scaling": 1} if multiplies else {})
+    values = {name: getattr(text, name, None) or 1.0 for name in powers}
+    return math.prod(float(values[name]) ** power for name, power in powers.items())
 
 
 def cap_of_logits(head: Any) -> float | None:

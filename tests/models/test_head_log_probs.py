@@ -370,9 +370,18 @@ def test_models_that_scale_or_cap_their_logits(family, temperature):
     assert relative_rms(ours, theirs) <= GRADIENT_TOL
 
 
-def test_logits_that_are_capped_and_scaled_are_refused():
+def test_hyperclovax_multiplies_by_what_granite_divides_by():
+    pytest.importorskip("transformers.models.hyperclovax")
+    model, ids = built("hyperclovax", logits_scaling=0.125), torch.arange(3, 15)[None]
+    wanted = model(input_ids=ids).logits.log_softmax(-1).gather(2, ids[..., None])[..., 0]
+    found = token_log_probs(model.base_model(input_ids=ids)[0], ids, model).log_probs
+    assert relative_rms(found, wanted) <= LOGIT_TOL
+
+
+@pytest.mark.parametrize("scale", ["logit_scale", "output_multiplier"])
+def test_logits_that_are_capped_and_scaled_are_refused(scale):
     model = tiny("gemma2")
-    model.config.logit_scale = 0.25
+    setattr(model.config, scale, 0.25)
     ids = torch.arange(3, 15)[None]
     with pytest.raises(UnsupportedInput, match="found a cap and a scale of logits in the config"):
         token_log_probs(torch.randn(1, 12, 64), ids, model)
