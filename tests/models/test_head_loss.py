@@ -116,10 +116,11 @@ CHANGED = {
 """{family: what its head does with its last layer's logits}."""
 
 
-def tiny_changed(family):
-    """The family's tiny model, whose head does more than a little."""
+def tiny_changed(family, number=None):
+    """The family's tiny model, whose head does more than a little, or what this number says."""
     row = by_family[family]
-    return tiny(replace(row, tiny={**row.tiny, **CHANGED[family]}))
+    changed = {key: one if number is None else number for key, one in CHANGED[family].items()}
+    return tiny(replace(row, tiny={**row.tiny, **changed}))
 
 
 @pytest.mark.parametrize("family", [name for name in CHANGED if name in by_family])
@@ -132,6 +133,20 @@ def test_a_scale_or_a_cap_of_logits_waits_too(family):
         usual = tiny(family)(**batch)
     assert found.logits.source.values is None
     assert relative_rms(found.logits, usual.logits) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "number"), [("granite", 1 / 200), ("gemma2", 100.0), ("cohere2", 0.0)]
+)
+def test_what_enlarges_gradients_leaves_them_finite_in_fp16(family, number):
+    """In which they are 1,024 times as large already."""
+    model = tiny_changed(family, number).half()
+    exact = tiny_changed(family, number).double()
+    exact.load_state_dict(model.state_dict())
+    _, wanted = step(apply_patches(exact, backend=UPSTREAM), packed_batch())
+    _, usual = step(apply_patches(model, backend=UPSTREAM), packed_batch())
+    _, found = step(apply_patches(remove_patches(model)), packed_batch())
+    assert all_gradients(found, wanted) <= 1.05 * all_gradients(usual, wanted)
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2"])

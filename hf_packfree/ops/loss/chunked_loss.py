@@ -112,6 +112,7 @@ def loss_and_gradients(
     targets: Tensor,
     needed: tuple[bool, bool, bool],
     softmax_gradient: SoftmaxGradient,
+    growth: float = 1.0,
 ) -> tuple[Tensor, Gradients]:
     """Return the sum of the tokens' losses, fp32, and its gradients.
 
@@ -122,8 +123,9 @@ def loss_and_gradients(
         targets: int64 [N], see `Targets.flat`.
         needed: which of the gradients of x, weight and bias are.
         softmax_gradient: see `hf_packfree.ops.loss.softmax`.
+        growth: how many times as large as the logits' own its gradients may become, at least 1.
     """
-    scale = scale_of(x.dtype) if any(needed) else None
+    scale = scale_of(x.dtype, growth) if any(needed) else None
     sums = Sums(x, weight, needed)
     losses = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
     for part, logits in logits_in_chunks(x, weight, bias):
@@ -133,9 +135,14 @@ def loss_and_gradients(
     return losses.sum().float(), sums.gradients(1 / (scale or 1.0))
 
 
-def scale_of(dtype: torch.dtype) -> float:
-    """Return the factor on gradients of logits of that dtype."""
-    return _SCALE.get(dtype, 1.0)
+def scale_of(dtype: torch.dtype, growth: float = 1.0) -> float:
+    """Return the factor on gradients of logits of that dtype, a power of two by which they stay
+    finite where they grow as many times as that.
+    """
+    scale = _SCALE.get(dtype, 1.0)
+    while dtype in _SCALE and scale * growth > torch.finfo(dtype).max:
+        scale /= 2
+    return scale
 
 
 def logits_in_chunks(

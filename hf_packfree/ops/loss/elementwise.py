@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -44,6 +46,15 @@ class Step:
         if self.function is _TANH:
             return _TANH_BACKWARD(gradient, result)  # type: ignore[no-any-return]
         return self(gradient)
+
+    @property
+    def slope(self) -> float:
+        """How many times as large a gradient may become in `backward`, at most 2**30."""
+        if self.function is _TANH:
+            return 1.0
+        number = abs(self.numbers[0])
+        multiplies = self.function is torch.ops.aten.mul.Tensor
+        return min(number if multiplies else 1 / max(number, 2.0**-30), 2.0**30)
 
     def is_undone_by(self, func: Any, args: Any) -> bool:
         """Whether autograd calls this for that gradient."""
@@ -88,6 +99,11 @@ def origin_of(source: Source) -> tuple[Source, tuple[Step, ...]]:
     while isinstance(made := source.make, Elementwise):
         source, steps = made.before, (made.step, *steps)
     return source, steps
+
+
+def growth(steps: tuple[Step, ...]) -> float:
+    """Return how many times as large a gradient may become on its way back through steps."""
+    return max(accumulate((step.slope for step in reversed(steps)), mul, initial=1.0))
 
 
 def after_steps(softmax_gradient: SoftmaxGradient, steps: tuple[Step, ...]) -> SoftmaxGradient:
@@ -157,4 +173,4 @@ class LazyGradient(LazyTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-__all__ = ["Elementwise", "LazyGradient", "Step", "after_steps", "origin_of", "step_of"]
+__all__ = ["Elementwise", "LazyGradient", "Step", "after_steps", "growth", "origin_of", "step_of"]

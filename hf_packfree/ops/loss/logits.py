@@ -21,6 +21,7 @@ from hf_packfree.ops.loss.elementwise import (
     Elementwise,
     LazyGradient,
     after_steps,
+    growth,
     origin_of,
     step_of,
 )
@@ -311,6 +312,7 @@ class _CrossEntropy(Function):
             some,
             needed,
             after_steps(softmax_gradient, steps),
+            growth(steps),
         )
         ctx.save_for_backward(found.x, found.weight, found.bias)
         ctx.factor, ctx.make, ctx.targets, ctx.chosen = (
