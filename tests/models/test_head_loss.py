@@ -172,6 +172,20 @@ def test_a_scale_of_logits_waits_in_padded_rows():
         output.logits.log_probs(torch.zeros(output.logits.shape[:2], dtype=torch.int64))
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "granite"])
+def test_a_gradient_of_one_call_is_that_of_another_calls_logits(family):
+    """And not of the tokens that it was computed for."""
+    batch, models = packed_batch(), [tiny(family) for _ in range(2)]
+    other = {**batch, "input_ids": batch["input_ids"].flip(1)}
+    apply_patches(models[0]), apply_patches(models[1], backend=UPSTREAM)
+    for model in models:
+        output = model(**batch)
+        (gradient,) = torch.autograd.grad(output.loss, output.logits)
+        model(**other).logits.backward(gradient)
+    found, wanted = ({n: p.grad for n, p in one.named_parameters()} for one in models)
+    assert worst_gradient(found, wanted) <= GRADIENT_TOL
+
+
 @pytest.mark.parametrize("kind", BATCHES)
 def test_half_precision_is_no_farther_from_fp32(kind):
     """The head alone is in half precision: what comes before it rounds alike. The count decides

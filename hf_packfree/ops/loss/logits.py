@@ -8,6 +8,7 @@ whoever looks at it, as hooks do, or adds another gradient to it, makes it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -185,8 +186,12 @@ class _Logits(Function):
         x, weight = ctx.saved_tensors
         ctx.product.ended = True
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        if isinstance(grad, LazyTensor) and grad.source.onward and not grad.source.changed:
-            return *grad.source.onward(x, weight), None
+        onward = None
+        if isinstance(grad, LazyTensor) and not grad.source.changed:
+            onward = grad.source.onward
+        # not where somebody hands on the gradient of another call's logits
+        if isinstance(onward, _Onward) and onward.product is ctx.product:
+            return *onward(x, weight), None
         flat = grad.flatten(0, -2)
         d_x = (flat @ weight).view_as(x) if needs_x else None
         d_weight = flat.t() @ x.flatten(0, -2) if needs_weight else None
@@ -321,7 +326,7 @@ class _CrossEntropy(Function):
             targets,
             chosen,
         )
-        ctx.steps = steps
+        ctx.steps, ctx.product = steps, product
         ctx.like = logits.shape, logits.dtype, logits.device
         return total
 
@@ -333,9 +338,7 @@ class _CrossEntropy(Function):
         make, targets, chosen = ctx.make, ctx.targets.flat, ctx.chosen
         shape, dtype, device = ctx.like
         source = Source(shape, dtype, device, lambda: _gradient(make(), targets, grad))
-        gradient = LazyGradient.of(
-            source, ctx.steps, lambda x, weight: _multiplied(found, grad, x, weight, chosen)
-        )
+        gradient = LazyGradient.of(source, ctx.steps, _Onward(ctx.product, found, grad, chosen))
         return gradient, None, None
 
 
@@ -347,20 +350,35 @@ def _gradient(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     return d_logits.to(logits.dtype).view_as(logits)
 
 
-def _multiplied(
-    found: Gradients, grad: Tensor, x: Tensor, weight: Tensor, chosen: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias for that of the loss."""
-    factor, d_x = grad * found.factor, None
-    if found.x is not None:
-        d_x = scaled(found.x, factor, x)
-        if chosen is not None:
-            d_x = x.new_zeros(x.shape).flatten(0, -2).index_copy_(0, chosen, d_x)
-        d_x = d_x.view_as(x)
-    d_weight, d_bias = (
-        None if one is None else scaled(one, factor, weight) for one in (found.weight, found.bias)
-    )
-    return d_x, d_weight, d_bias
+@dataclass(frozen=True, eq=False)
+class _Onward:
+    """Returns what follows from a gradient of logits.
+
+    Attributes:
+        product: what makes the logits.
+        found: of the loss's gradients.
+        grad: of the loss.
+        chosen: see `choose`.
+    """
+
+    product: _Product
+    found: Gradients
+    grad: Tensor
+    chosen: Tensor | None
+
+    def __call__(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias."""
+        found, factor, d_x = self.found, self.grad * self.found.factor, None
+        if found.x is not None:
+            d_x = scaled(found.x, factor, x)
+            if self.chosen is not None:
+                d_x = x.new_zeros(x.shape).flatten(0, -2).index_copy_(0, self.chosen, d_x)
+            d_x = d_x.view_as(x)
+        d_weight, d_bias = (
+            None if one is None else scaled(one, factor, weight)
+            for one in (found.weight, found.bias)
+        )
+        return d_x, d_weight, d_bias
 
 
 __all__ = ["LazyLogits", "head_scales", "lazy_logits", "loss_of", "scaled_from"]
