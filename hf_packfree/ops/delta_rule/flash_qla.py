@@ -74,13 +74,8 @@ def gated_delta_rule(
     qk_l2norm: bool,
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
-    cu_seqlens = packed.cached(planned_cu_seqlens)
-    if qk_l2norm or not is_known():
-        return _run(q, k, v, g, beta, cu_seqlens, qk_l2norm)
-    inputs = (x.contiguous() for x in (q, k, v, g.float(), beta))
-    # TileLang launches on the current one
-    with torch.cuda.device_of(q):
-        return _WholeDocuments.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return]
+    out, _ = _run(q, k, v, g, beta, None, packed, qk_l2norm)
+    return out
 
 
 @uncompiled
@@ -95,25 +90,7 @@ def with_states(
     qk_l2norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
-    cu_seqlens = packed.cached(planned_cu_seqlens)
-    if not qk_l2norm and is_known():
-        inputs = (x.contiguous() for x in (q, k, v, g.float(), beta, initial_state))
-        with torch.cuda.device_of(q):
-            return _WithStates.apply(*inputs, cu_seqlens)  # type: ignore[no-any-return]
-    from flash_qla import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule(  # type: ignore[no-any-return]
-        q,
-        k,
-        v,
-        g.float(),
-        beta,
-        initial_state=initial_state.contiguous(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=qk_l2norm,
-        cu_seqlens=cu_seqlens,
-        auto_cp=False,
-    )
+    return _run(q, k, v, g, beta, initial_state, packed, qk_l2norm)
 
 
 def _run(
@@ -122,58 +99,30 @@ def _run(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    packed: PackedSequence,
     qk_l2norm: bool,
-) -> Tensor:
+) -> tuple[Tensor, Any]:
+    """Return the output, and with an initial state the final one."""
+    cu_seqlens, g = packed.cached(planned_cu_seqlens), g.float()
+    state = None if initial_state is None else initial_state.contiguous()
+    if not qk_l2norm and is_known():
+        inputs = (x.contiguous() for x in (q, k, v, g, beta))
+        # TileLang launches on the current one
+        with torch.cuda.device_of(q):
+            return _TwoPasses.apply(*inputs, state, cu_seqlens)  # type: ignore[no-any-return]
     from flash_qla import chunk_gated_delta_rule
 
-    out, _ = chunk_gated_delta_rule(
-        q,
-        k,
-        v,
-        g.float(),
-        beta,
-        use_qk_l2norm_in_kernel=qk_l2norm,
-        cu_seqlens=cu_seqlens,
-        auto_cp=False,
-    )
-    return out  # type: ignore[no-any-return]
+    options = {"use_qk_l2norm_in_kernel": qk_l2norm, "cu_seqlens": cu_seqlens, "auto_cp": False}
+    if state is not None:
+        options |= {"initial_state": state, "output_final_state": True}
+    return chunk_gated_delta_rule(q, k, v, g, beta, **options)  # type: ignore[no-any-return]
 
 
-class _WholeDocuments(Function):
+class _TwoPasses(Function):
     """FlashQLA's two passes without the checks and wrappers of its own function, for which short
-    rows would wait.
+    rows would wait; the final state is None without an initial one.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor
-    ) -> Tensor:
-        from flash_qla import chunk_gated_delta_rule_fwd
-
-        options = {"scale": k.shape[-1] ** -0.5, "cu_seqlens": cu_seqlens, "auto_cp": False}
-        sums, solved, out, *_ = chunk_gated_delta_rule_fwd(
-            q, k, v, g, beta, output_final_state=False, **options
-        )
-        ctx.save_for_backward(q, k, v, sums, beta, solved)
-        # the offsets themselves: the plan is theirs as an attribute
-        ctx.options = options
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        from flash_qla import chunk_gated_delta_rule_bwd
-
-        q, k, v, _, beta, _ = saved = ctx.saved_tensors
-        d_q, d_k, d_v, d_beta, d_g, _ = chunk_gated_delta_rule_bwd(
-            *saved, d_out.contiguous(), **ctx.options
-        )
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_g, d_beta.to(beta.dtype), None
-
-
-class _WithStates(Function):
-    """The same, from a state of each document's own to the one that it leaves."""
 
     @staticmethod
     def forward(
@@ -183,42 +132,33 @@ class _WithStates(Function):
         v: Tensor,
         g: Tensor,
         beta: Tensor,
-        initial_state: Tensor,
+        initial_state: Tensor | None,
         cu_seqlens: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         from flash_qla import chunk_gated_delta_rule_fwd
 
+        states = {} if initial_state is None else {"initial_state": initial_state}
+        options = {"scale": k.shape[-1] ** -0.5, "cu_seqlens": cu_seqlens, "auto_cp": False}
         sums, solved, out, _, final, *_ = chunk_gated_delta_rule_fwd(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            scale=k.shape[-1] ** -0.5,
-            initial_state=initial_state,
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
-            auto_cp=False,
+            q, k, v, g, beta, output_final_state=bool(states), **states, **options
         )
         ctx.save_for_backward(q, k, v, sums, beta, solved, initial_state)
-        ctx.cu_seqlens = cu_seqlens
-        return out, final
+        # the offsets themselves: the plan is theirs as an attribute
+        ctx.options = options
+        return out, final if states else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor, d_final: Any) -> tuple[Tensor | None, ...]:
         from flash_qla import chunk_gated_delta_rule_bwd
 
         *saved, initial_state = ctx.saved_tensors
         q, k, v, _, beta, _ = saved
+        states = {}
+        if initial_state is not None:
+            states = {"initial_state": initial_state, "dht": d_final.contiguous()}
         d_q, d_k, d_v, d_beta, d_g, d_initial = chunk_gated_delta_rule_bwd(
-            *saved,
-            d_out.contiguous(),
-            dht=d_final.contiguous(),
-            initial_state=initial_state,
-            scale=k.shape[-1] ** -0.5,
-            cu_seqlens=ctx.cu_seqlens,
-            auto_cp=False,
+            *saved, d_out.contiguous(), **states, **ctx.options
         )
         grads = d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_g, d_beta.to(beta.dtype)
         return *grads, d_initial, None
