@@ -64,7 +64,9 @@ PRIVATE = {
     "_backward_pre_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
     "_has_any_global_hook": Private("torch 2.13", _HOOKS, "torch.nn.modules.module"),
     "_compiled_call_impl": Private(
-        "torch 2.13", "the bits of compiled modules are not promised", "torch.nn.Module"
+        "torch 2.13",
+        "the bits of compiled modules are not promised, and their layers are not fused",
+        "torch.nn.Module",
     ),
     "torch.utils._pytree": Private(
         "torch 2.13", "tensors inside any output; torch tells users of it, too", "torch.utils"

@@ -7,7 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_packfree.models.linear_weights import compute_dtype, read_weight, runs_class_forward
+from hf_packfree.models.linear_weights import (
+    compute_dtype,
+    qualified_name,
+    read_weight,
+    runs_class_forward,
+)
 from hf_packfree.models.peft_lora import is_lora, read_lora, unfit_dtype
 
 SHARDED = "sharded weights"
@@ -33,6 +38,12 @@ def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None
 def is_projection(layer: Any) -> bool:
     """Whether a module is a linear layer, or holds one for a method of PEFT."""
     return isinstance(layer, nn.Linear) or _peft_method(layer) is not None
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile was called on a module itself, or made it around one."""
+    made = qualified_name(module) == ("torch._dynamo.eval_frame", "OptimizedModule")
+    return made or module._compiled_call_impl is not None
 
 
 def _peft_method(layer: Any) -> str | None:

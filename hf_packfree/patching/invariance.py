@@ -14,6 +14,7 @@ from torch import nn
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.base import Replacement, size_of_linear
 from hf_packfree.models.rotary import has_fixed_frequencies
+from hf_packfree.models.unfused import is_compiled
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.fused.linear import COMPARED, NARROW
 from hf_packfree.ops.table import OPS
@@ -116,11 +117,7 @@ def _operations(implementations: Mapping[str, str]) -> str | None:
 
 
 def _model(model: nn.Module) -> str | None:
-    modules: Iterator[Any] = model.modules()
-    if any(
-        module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-        for module in modules
-    ):
+    if any(map(is_compiled, model.modules())):
         return "batch invariance is not promised in compiled graphs"
     if drops_out(model):
         return "attention with dropout runs in PyTorch eager while training"

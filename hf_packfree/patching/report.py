@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_packfree._version import __version__
 from hf_packfree.models.head_loss import why_logits_are_made
-from hf_packfree.models.linear_weights import compute_dtype, qualified_name, under_autocast
+from hf_packfree.models.linear_weights import compute_dtype, under_autocast
 from hf_packfree.models.peft_lora import is_lora
 from hf_packfree.models.run_options import Padded, Unpacked
 from hf_packfree.models.state import PatchState, find_state
-from hf_packfree.models.unfused import SHARDED, is_projection, why_not_fused
+from hf_packfree.models.unfused import SHARDED, is_compiled, is_projection, why_not_fused
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
@@ -234,7 +234,7 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
     inside one counts with it.
     """
     x, found = a_parameter(model), Counter[str]()
-    compiled, gathered = _inside(model, _is_compiled), _inside(model, _is_fsdp)
+    compiled, gathered = _inside(model, is_compiled), _inside(model, _is_fsdp)
     left: list[Any] = list(trunks(model, family))
     embeddings = [trunk.get_input_embeddings() for trunk in left]
     while left:
@@ -266,11 +266,6 @@ def _autocast_in_words(model: nn.Module, family: Family) -> str:
 def _inside(model: nn.Module, is_one: Callable[[Any], bool]) -> set[nn.Module]:
     """Return what lies in parts of a model that are one, and these."""
     return {inner for part in model.modules() if is_one(part) for inner in part.modules()}
-
-
-def _is_compiled(module: Any) -> bool:
-    known = qualified_name(module) == ("torch._dynamo.eval_frame", "OptimizedModule")
-    return known or module._compiled_call_impl is not None
 
 
 def _is_fsdp(module: Any) -> bool:
