@@ -63,7 +63,7 @@ def token_log_probs(
 
     Args:
         hidden: [B, S, D], the text model's last hidden states, `model.base_model(...)[0]`; packed
-            or padded. Or the output of a patched model, whose lazy logits tell the same.
+            or padded. Or the output of a patched model, which has lazy logits.
         targets: int64 [B, S]: of every token the one that is asked about, as a rule the next.
         head: the model, or its last layer; an output needs none. Every rank calls where FSDP2
             shards it: its weights are gathered, and get the mean gradient over the ranks.
@@ -93,8 +93,8 @@ def token_log_probs(
         )
     if head is None:
         raise UnsupportedInput(
-            "found hidden states without their head; wanted the model that they are of; pass it "
-            "behind the targets"
+            "found hidden states without their head; wanted the model that they are of; pass it as "
+            "head"
         )
     if (changed := changed_logits(head)) is not None:
         raise UnsupportedInput(
