@@ -35,7 +35,7 @@ def operations(
     """
     widths = widths or {
         "linear": [(16, 16), (16, 32)],
-        "full": [(8, 2, 256), (16, 4, 256)],
+        "full": [(8, 2, 256), (16, 4, 256), (32, 8, 128), (32, 8, 64)],
         "stream": [2048, 4096],
         "adapted": [2048, 6144],
     }
@@ -151,12 +151,42 @@ def _attention(
     from hf_packfree.ops.attention import OP, attention
 
     workload = f"layer attention {heads}/{keys} of {size}"
-    if not any_wanted(results, workload, OP.backends):
+    others = _other_attention() if clock.device == "cuda" else {}
+    if not any_wanted(results, workload, [*OP.backends, *others]):
         return
     q, k, v = (leaf(clock.device, 1, packed.num_tokens, n, size) for n in (heads, keys, keys))
     for backend in sorted(OP.backends):
         call = partial(attention, q, k, v, packed, backend=backend)
         time_op(results, clock, packed, workload, backend, call, (q, k, v))
+    for variant, attend in others.items():
+        call = partial(attend, q, k, v, packed)
+        time_op(results, clock, packed, workload, variant, call, (q, k, v))
+
+
+def _other_attention() -> dict[str, Callable[..., Tensor]]:
+    """Kernels that no backend asks for where documents are short: cuDNN's for every document, and
+    FlashAttention 4, which torch's varlen attention can activate, by its own function.
+    """
+    from hf_packfree.ops.attention import cudnn
+
+    def flash_attention_4(q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence) -> Tensor:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        bounds, longest = packed.cu_seqlens, packed.max_seqlen
+        out = flash_attn_varlen_func(
+            *(x.squeeze(0) for x in (q, k, v)),
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=True,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return {
+        "cuDNN, a call for each document": partial(cudnn.attend, long=1),
+        "FlashAttention 4": flash_attention_4,
+    }
 
 
 def _add_norm(results: Results, clock: Clock, packed: PackedSequence, width: int) -> None:
