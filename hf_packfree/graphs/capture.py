@@ -27,9 +27,13 @@ Body = Callable[..., Tensor]
 class Row:
     """One replay. While it is alive, until its backward has run or its output is freed, the graph
     may not be replayed again.
+
+    Args:
+        out: the function's value, which autograd takes from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, out: Tensor) -> None:
+        self.out: Tensor | None = out
         self.done = False
 
 
@@ -109,10 +113,12 @@ class Graph:
 
     def replay(self, *inputs: Tensor) -> Tensor:
         """Return a copy of the function's value, with its place in autograd."""
-        row = Row()
+        # started first: autograd takes time for every parameter, while the GPU would wait
+        row = Row(self.run_forward(inputs))
         self._row = weakref.ref(row)
         return _Replay.apply(self, row, *inputs, *self.parameters)  # type: ignore[no-any-return]
 
+    @torch.no_grad()
     def run_forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """Replay the forward of these inputs."""
         for own, given in zip(self.inputs, inputs, strict=True):
@@ -135,7 +141,9 @@ class _Replay(Function):
     def forward(ctx: Any, graph: Graph, row: Row, *tensors: Tensor) -> Tensor:
         ctx.graph, ctx.row = graph, row
         ctx.set_materialize_grads(True)
-        return graph.run_forward(tensors[: len(graph.inputs)])
+        out, row.out = row.out, None
+        assert out is not None
+        return out
 
     @staticmethod
     @once_differentiable

@@ -98,6 +98,9 @@ class CapturedSequence(PackedSequence):
     def become(self, packed: PackedSequence) -> None:
         """Write another row's offsets and plans over this one's, on the device.
 
+        Args:
+            packed: its record, which may be on the host.
+
         Raises:
             OtherPlan: one of them has another size, or says something on the host that was
                 captured; nothing was written.
@@ -138,9 +141,4 @@ def tensors_of(plan: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _alike(plan: Tensor, other: Any) -> bool:
-    return (
-        isinstance(other, Tensor)
-        and plan.shape == other.shape
-        and plan.dtype == other.dtype
-        and plan.device == other.device
-    )
+    return isinstance(other, Tensor) and plan.shape == other.shape and plan.dtype == other.dtype

@@ -17,6 +17,7 @@ from hf_packfree.graphs.capture import Graph, Pool
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.bounded import on_host
 
 logger = logging.getLogger("hf_packfree")
 LONGEST = 8192
@@ -129,7 +130,7 @@ class Runner:
         bucket: Bucket = key[0]
         if key not in self.graphs and (why := self._not_now(key)) is not None:
             return why
-        row = in_bucket(packed, bucket)
+        row = in_bucket(on_host(packed), bucket)
         inputs = (
             lengthened(embeddings, bucket, 1),
             lengthened(positions, bucket, positions.ndim - 1),
@@ -189,7 +190,7 @@ class Runner:
         self, key: Any, layers: Layers, inputs: tuple[Tensor, Tensor], row: PackedSequence
     ) -> str | None:
         """Capture the bucket's graph; return why it cannot be."""
-        packed, trunk = CapturedSequence.of(row), self.trunk()
+        packed, trunk = CapturedSequence.of(row.to(inputs[0].device)), self.trunk()
         assert trunk is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
         # a capture's backward pass runs them, and the step once more

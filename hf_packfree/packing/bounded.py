@@ -6,9 +6,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from hf_packfree.packing.record import PackedSequence
+
+
+def on_host(packed: PackedSequence) -> PackedSequence:
+    """Return the record of the row itself with its tensors on the host, made from what is known
+    there: nothing waits for the device, and plans that are made of it take no launches.
+    """
+    sizes = np.diff(packed.cu_seqlens_cpu.numpy())
+    numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    return replace(
+        packed,
+        cu_seqlens=packed.cu_seqlens_cpu,
+        seq_idx=torch.from_numpy(numbers)[None],
+        batch_shape=(1, len(numbers)),
+        indices=None,
+        _memo={},
+    )
 
 
 def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) -> PackedSequence:
@@ -23,7 +40,7 @@ def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) ->
         longest: its `max_seqlen`.
     """
     device, spare = packed.seq_idx.device, tokens - packed.num_tokens
-    ends = torch.full((documents - packed.num_segments,), tokens, dtype=torch.int32)
+    ends = torch.full((documents - packed.num_segments,), tokens, dtype=torch.int32, device="cpu")
     offsets = torch.cat([packed.cu_seqlens_cpu, ends])
     seq_idx = packed.seq_idx
     if spare:
@@ -44,4 +61,4 @@ def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) ->
     )
 
 
-__all__ = ["filled"]
+__all__ = ["filled", "on_host"]

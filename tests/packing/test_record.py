@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing import PackedSequence, chunk_plan, shard_row
+from hf_packfree.packing.bounded import on_host
 from tests.input_formats import one_row
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=7)
@@ -29,6 +30,20 @@ def test_the_record_is_consistent(lengths):
     )
     assert torch.equal(packed.position_ids(), row["position_ids"])
     assert torch.equal(packed.seq_idx, row["seq_idx"])
+
+
+@given(lengths=LENGTHS)
+def test_a_record_on_the_host_is_that_of_the_row(lengths):
+    tokens = sum(lengths)
+    packed = PackedSequence.from_lengths(
+        lengths, batch_shape=(2, tokens), indices=torch.arange(tokens) + tokens
+    )
+    packed.position_ids()
+    host = on_host(packed)
+    assert torch.equal(host.seq_idx, packed.seq_idx) and host.seq_idx.dtype == torch.int32
+    assert torch.equal(host.cu_seqlens, packed.cu_seqlens)
+    assert host.max_seqlen == packed.max_seqlen and host.batch_shape == (1, tokens)
+    assert host.indices is None and torch.equal(host.position_ids(), packed.position_ids())
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0, 2], [-1]])
