@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -174,19 +175,26 @@ def _predicts_nothing(packed: PackedSequence) -> Tensor:
     """
     if packed.tree is not None:
         return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
-    number = packed.seq_idx[0]
-    indices = (
-        torch.arange(len(number), device=number.device)
-        if packed.indices is None
-        else packed.indices
-    )
-    same_row = (indices // packed.batch_shape[1]).diff() == 0
-    follows = (number.diff() != 0) & (indices.diff() == 1) & same_row
-    ends = F.pad(follows, (0, 1), value=False)[None]
-    if not packed.left_pad_segments:
-        return ends | ~packed.is_real()
     # rows with left padding hold one document each, after a pad token of its own: no boundary
-    return torch.zeros_like(ends)
+    if packed.left_pad_segments:
+        return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
+    if packed.indices is None:
+        return _ends_on_the_host(packed).to(packed.seq_idx.device, non_blocking=True)
+    indices = packed.indices
+    same_row = (indices // packed.batch_shape[1]).diff() == 0
+    follows = (packed.seq_idx[0].diff() != 0) & (indices.diff() == 1) & same_row
+    return F.pad(follows, (0, 1), value=False)[None] | ~packed.is_real()
+
+
+def _ends_on_the_host(packed: PackedSequence) -> Tensor:
+    """The same of a batch that is its row, in few operations: the GPU waits for them."""
+    offsets = packed.cu_seqlens_cpu.numpy()
+    nothing = np.zeros((1, packed.num_tokens), dtype=bool)
+    firsts = offsets[1:-1]
+    nothing[0, firsts[firsts % packed.batch_shape[1] != 0] - 1] = True
+    for segment in packed.padding_segments:
+        nothing[0, offsets[segment] : offsets[segment + 1]] = True
+    return torch.from_numpy(nothing)
 
 
 def targets_on_padding(shifted: Tensor, packed: PackedSequence, ignored: int) -> Tensor:

@@ -70,29 +70,37 @@ def offsets_of_one_row(
     first, *others = starts
     valid += [(other == first).all() for other in others]
     valid.append(~first[-1])
-    # empty where anything is not valid
-    found = (first & torch.stack(valid).all()).nonzero()[:, 0]
+    # none where anything is not valid
+    marks = first & torch.stack(valid).all()
     alone = position_ids[0] if position_ids is not None and len(given) == 1 else None
-    return _on_the_host(found, alone, tokens)
+    return _on_the_host(marks, alone, tokens)
 
 
-def _on_the_host(found: Tensor, positions: Tensor | None, tokens: int) -> Tensor | None:
-    """Return int64 [N+1], the offsets of documents that start at `found`, in one copy.
+def _on_the_host(marks: Tensor, positions: Tensor | None, tokens: int) -> Tensor | None:
+    """Return int64 [N+1], the offsets of documents that start where `marks` are.
+
+    One copy of bytes, after which the host goes on: to count and choose on the device takes three.
 
     Args:
-        found: int64 [N], on the tokens' device.
+        marks: bool [tokens], on the tokens' device.
         positions: integers [tokens], where they alone separate documents.
         tokens: of the row.
     """
     if positions is None:
-        found = found.to("cpu")
+        found = marks.to("cpu").nonzero()[:, 0]
     else:
-        found, firsts, before = torch.stack([found, positions[found], positions[found - 1]]).to(
-            "cpu"
-        )
-        if bool(goes_back_inside(firsts, before).any()):
+        # none can start inside another one where all start at the same position
+        others = (marks & (positions != positions[0])).any()
+        host = torch.cat([marks, others[None]]).to("cpu")
+        found = host[:-1].nonzero()[:, 0]
+        if host[-1] and _any_goes_back_inside(positions, found):
             return None
     return torch.nn.functional.pad(found, (0, 1), value=tokens) if len(found) else None
+
+
+def _any_goes_back_inside(positions: Tensor, found: Tensor) -> bool:
+    host = positions.to("cpu")
+    return bool(goes_back_inside(host[found], host[found - 1]).any())
 
 
 def rows_of_mask(mask: Tensor) -> tuple[Integers, Tensor] | None:

@@ -4,13 +4,16 @@ whatever way rows take.
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import CacheConflict, UnsupportedInput
 from hf_packfree.models.compat import CACHE
+from hf_packfree.models.labels import _predicts_nothing
 from tests.input_formats import row_batch, rows_batch
 from tests.models.padded import IGNORED, padded_batch
 from tests.models.test_heads import LENGTHS, MOE, with_tail
@@ -47,6 +50,27 @@ def test_explicit_targets_of_last_tokens_count(rows, options):
     assert abs(control.loss.item() / wanted.loss.item() - 1) > 1e-4, (
         "the control: these targets do not show"
     )
+
+
+@hypothesis.given(
+    rows=st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1), data=st.data()
+)
+def test_who_predicts_nothing_is_found_on_the_host(rows, data):
+    """Last tokens of documents that another one follows in their row, and padding."""
+    width = max(map(sum, rows))
+    rows = [row + [width - sum(row)] * (sum(row) < width) for row in rows]
+    lengths = [length for row in rows for length in row]
+    padding = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1))))
+    packed = PackedSequence.from_lengths(
+        lengths, batch_shape=(len(rows), width), padding_segments=padding
+    )
+    wanted = []
+    for row in rows:
+        *inner, last = row
+        wanted += [[False] * (length - 1) + [True] for length in inner] + [[False] * last]
+    found = _predicts_nothing(packed)[0].split(lengths)
+    for segment, (mine, its) in enumerate(zip(found, wanted, strict=True)):
+        assert mine.tolist() == ([True] * len(its) if segment in padding else its)
 
 
 def test_explicit_targets_of_packed_rows_count_at_row_ends_and_not_at_document_edges():

@@ -244,7 +244,7 @@ def test_few_targets_are_chosen_before_the_products():
 def test_an_event_is_waited_for_before_the_count_is_read():
     calls = []
     event = SimpleNamespace(synchronize=lambda: calls.append("waited"))
-    found = Targets(torch.tensor([3, -1, -1]), torch.tensor([0, 1, 2]), torch.tensor(1), event)
+    found = Targets(torch.tensor([3, -1, -1]), torch.tensor(1), event)
     assert found.chosen().tolist() == [0] and calls == ["waited"]
 
 

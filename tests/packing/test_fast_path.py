@@ -116,6 +116,26 @@ def test_whatever_else_is_left_to_the_parsers(what):
     assert offsets_of_one_row(4, CPU, [], None, positions) is None
 
 
+def test_boundaries_of_one_row_come_to_the_host_in_one_copy(monkeypatch):
+    """On a GPU every further wait is a time in which it has nothing to do."""
+    copies, to = [], torch.Tensor.to
+
+    def counted(tensor, *args, **kwargs):
+        if args == ("cpu",):
+            copies.append((tensor.dtype, tensor.numel()))
+        return to(tensor, *args, **kwargs)
+
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1]])
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    found = offsets_of_one_row(7, CPU, [], None, positions)
+    assert found.tolist() == [0, 3, 5, 7] and copies == [(torch.bool, 8)]
+    # positions that start elsewhere may go back into the document before: they are read, too
+    copies.clear()
+    found = offsets_of_one_row(7, CPU, [], None, torch.tensor([[0, 1, 2, 5, 6, 0, 1]]))
+    assert found.tolist() == [0, 3, 5, 7] and copies == [(torch.bool, 8), (torch.int64, 7)]
+    assert offsets_of_one_row(7, CPU, [], None, torch.tensor([[0, 1, 2, 3, 2, 3, 4]])) is None
+
+
 def test_positions_that_wrap_around_in_32_bits_start_a_document():
     far = torch.tensor([[0, 1, 2**31 - 1, -(2**31), -(2**31) + 1]], dtype=torch.int32)
     assert offsets_of_one_row(5, CPU, [], None, far).tolist() == [0, 2, 3, 5]

@@ -49,13 +49,11 @@ class Targets:
     Attributes:
         flat: int64 [T], -1 where there is nothing to predict; targets below 0 other than that are
             made larger than V, so that they are no word of it.
-        order: int64 [T], the tokens with targets first, in their order; None on the CPU.
         count: int64 scalar on the host, how many have one; on CUDA not before `ready`.
         ready: the CUDA event after which `count` is there; None on other devices.
     """
 
     flat: Tensor
-    order: Tensor | None
     count: Tensor
     ready: Any = None
 
@@ -70,12 +68,12 @@ class Targets:
         # a negative one is no word either
         flat = flat.bitwise_and(torch.iinfo(torch.int64).max).where(has, -1)
         if not flat.is_cuda:
-            return cls(flat, None, has.sum())
+            return cls(flat, has.sum())
         count = torch.empty((), dtype=torch.int64, pin_memory=True)
         count.copy_(has.sum(), non_blocking=True)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(flat.device))
-        return cls(flat, has.argsort(descending=True, stable=True), count, ready)
+        return cls(flat, count, ready)
 
     def chosen(self) -> Tensor | None:
         """Return int64 [N], the tokens that have targets; None where nearly all do."""
@@ -84,7 +82,10 @@ class Targets:
         count = int(self.count)
         if count > _WORTH * self.flat.numel():
             return None
-        return (self.flat >= 0).nonzero()[:, 0] if self.order is None else self.order[:count]
+        if self.ready is None:
+            return (self.flat >= 0).nonzero()[:, 0]
+        # those with targets first, in their order: `nonzero` would wait for the device
+        return (self.flat >= 0).argsort(descending=True, stable=True)[:count]
 
 
 @dataclass(frozen=True)
