@@ -28,7 +28,15 @@ TITLES = {
 }
 """{workload: what it is}, in the order of the table."""
 GRAPHS, WITHOUT, COMPILED = "packfree", "packfree, no graphs", "packfree, layers compiled"
-HEAD = ("one step", "tokens", "without", "with graphs", "sum of kernels", "host, without; with")
+HEAD = (
+    "one step",
+    "tokens",
+    "without",
+    "with graphs",
+    "one after the other, without; with",
+    "sum of kernels",
+    "host, without; with",
+)
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -96,8 +104,12 @@ def _cells(mine: dict[str, Any], without: dict[str, Any]) -> tuple[str, ...]:
         memory = f", {row['reserved_gib']:.0f} GiB" if "reserved_gib" in row else ""
         return f"{row['ms']:.0f} ms{memory}"
 
-    host = f"{without['host_ms']:.0f}; {mine['host_ms']:.0f} ms"
-    return said(without), said(mine), f"{without['kernels_ms']:.0f} ms", host
+    def both(key: str) -> str:
+        pair = (without.get(key), mine.get(key))
+        return f"{pair[0]:.0f}; {pair[1]:.0f} ms" if None not in pair else ""
+
+    kernels = f"{without['kernels_ms']:.0f} ms"
+    return said(without), said(mine), both("in_a_row_ms"), kernels, both("host_ms")
 
 
 def draw(path: Path, target: Path) -> None:
