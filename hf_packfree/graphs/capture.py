@@ -9,11 +9,12 @@ read what belongs to another row. Here what leaves is a copy, but for gradients 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from hf_packfree.graphs.gradient_buffers import Gradients, borrowed
@@ -68,19 +69,25 @@ class Graph:
         inputs: examples; those of every replay have these sizes, and are copied to fixed addresses.
         parameters: what the body reads besides and needs gradients of.
         pool: which graphs share that never run at once.
+        read: what it reads in the place of parameters while it is captured, see `in_the_place_of`.
     """
 
     def __init__(
-        self, body: Body, inputs: Sequence[Tensor], parameters: Sequence[Tensor], pool: Pool
+        self,
+        body: Body,
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        pool: Pool,
+        read: Sequence[Tensor],
     ) -> None:
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         self.parameters = tuple(parameters)
         self._row: Any = lambda: None
         with torch.cuda.device_of(self.inputs[0]):
-            self._capture(body, pool)
+            self._capture(body, pool, read)
 
-    def _capture(self, body: Body, pool: Pool) -> None:
-        wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
+    def _capture(self, body: Body, pool: Pool, read: Sequence[Tensor]) -> None:
+        wanted = [x for x in self.inputs if x.requires_grad] + [*read]
         before = torch.cuda.current_stream()
         pool.stream.wait_stream(before)
         with torch.cuda.stream(pool.stream):
@@ -134,6 +141,39 @@ class Graph:
             self._backward.replay()
         d_inputs = [None if grad is None else grad.clone() for grad in self._d_inputs]
         return d_inputs + self.gradients.hand_out()
+
+
+@contextmanager
+def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator[list[Tensor]]:
+    """Within the block, a module holds other parameters, on the same memory.
+
+    The node of autograd that takes a parameter's gradients belongs to the stream on which it was
+    made, and lives as long as anybody keeps it: DDP, or a loss of the step before. A capture, on a
+    stream of its own, fails where it meets such a node.
+    """
+    others = {id(x): nn.Parameter(x.detach()) for x in parameters}
+    places = [
+        (part, name, x)
+        for part in module.modules()
+        for name, x in part.named_parameters(recurse=False, remove_duplicate=False)
+        if id(x) in others
+    ]
+    try:
+        for part, name, x in places:
+            setattr(part, name, others[id(x)])
+        yield [others[id(x)] for x in parameters]
+    finally:
+        for part, name, x in places:
+            setattr(part, name, x)
+
+
+def forget_failed_capture(device: torch.device) -> None:
+    """Let random numbers be drawn again after a capture that failed: torch 2.11's generator thinks
+    that it goes on.
+    """
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 class _Replay(Function):

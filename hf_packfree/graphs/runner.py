@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
-from hf_packfree.graphs.capture import Graph, Pool
+from hf_packfree.graphs.capture import Graph, Pool, forget_failed_capture, in_the_place_of
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.packing import PackedSequence
@@ -206,17 +206,19 @@ class Runner:
             self._pool = Pool(inputs[0].device, key[0].tokens)
         self._captures += 1
         try:
-            with checkpointing.in_capture(trunk):
+            with checkpointing.in_capture(trunk), in_the_place_of(parameters, trunk) as read:
                 graph = Graph(
                     lambda embeddings, positions: layers(embeddings, positions, packed),
                     inputs,
                     parameters,
                     self._pool,
+                    read,
                 )
         except NotCapturable as error:
             why = str(error)
         except RuntimeError as error:
             why = f"the capture failed: {str(error).splitlines()[0]}"
+            forget_failed_capture(inputs[0].device)
         else:
             self.graphs[key] = Captured(graph, packed)
             return None

@@ -126,6 +126,61 @@ def test_layers_that_are_recomputed(record, lora, reentrant):
     assert runner_of(model).replayed >= 3 * len(ROWS), patch_report(model).cuda_graphs
 
 
+def kept_loss(model: Any, lengths: Any) -> torch.Tensor:
+    """A step whose loss outlives it, as `loss = model(...).loss` does in a loop of one's own."""
+    tokens, packed = packed_row(model, lengths)
+    loss = model.base_model(input_ids=tokens, packed_sequence=packed).last_hidden_state
+    loss = loss.float().pow(2).sum()
+    loss.backward()
+    return loss
+
+
+def test_losses_that_are_kept_do_not_hinder_a_capture(record):
+    """They keep nodes of autograd that belong to the default stream."""
+    model = model_of()
+    kept = [kept_loss(model, ROWS[0]) for _ in range(4)]
+    assert runner_of(model).replayed == 3, patch_report(model).cuda_graphs
+    record("losses", max((one - kept[0]).abs().item() for one in kept), 0.0)
+
+
+def test_ddp(record):
+    """Its reducer keeps such nodes, too; of one rank, whose gradients are the same without it."""
+    dist = torch.distributed
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = model_of()
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            values = step(model, ROWS[0])
+        wanted = gradients(model)
+        model = model_of()
+        wrapped = torch.nn.parallel.DistributedDataParallel(model.base_model)
+        tokens, packed = packed_row(model, ROWS[0])
+        for _ in range(4):
+            model.zero_grad(set_to_none=True)
+            out = wrapped(input_ids=tokens, packed_sequence=packed).last_hidden_state
+            weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
+            (out.float() * weight).sum().backward()
+        assert runner_of(model).replayed == 3, patch_report(model).cuda_graphs
+        record("values", difference(out.detach(), values), 0.0)
+        worst = max(difference(wanted[name], grad) for name, grad in gradients(model).items())
+        record("gradients", worst, 0.0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_random_numbers_are_drawn_after_a_capture_that_failed():
+    """Here because a layer waits for the device; the row runs without, and says why."""
+    model = model_of()
+    activation = model.base_model.layers[0].mlp.act_fn
+    activation.forward = lambda x: torch.nn.functional.silu(x * float(x.new_ones(()).item()))
+    for _ in range(3):
+        step(model, ROWS[0])
+    assert "the capture failed" in patch_report(model).cuda_graphs
+    assert runner_of(model).replayed == 0
+    assert torch.rand(4, device=DEVICE).unique().numel() == 4
+
+
 def test_gradients_are_not_copied(record):
     """They lie where the graph wrote them, and a list of them outlives the next row."""
     model = model_of()

@@ -26,12 +26,25 @@ def tensor_at(address: Address, like: Tensor) -> Tensor:
     return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
 
 
+def nodes_of(out: Tensor) -> set[Any]:
+    """Return the nodes of autograd behind a tensor."""
+    found, left = set(), [out.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return found
+
+
 class Again(capture.Graph):
     """Runs the layers at every replay, on the tensors that a graph would read and write."""
 
-    def _capture(self, body, pool):
+    def _capture(self, body, pool, read):
         self.body = body
-        grads = torch.autograd.grad(body(*self.inputs).sum(), self.parameters, allow_unused=True)
+        out = body(*self.inputs)
+        self.nodes = nodes_of(out)
+        grads = torch.autograd.grad(out.sum(), read, allow_unused=True)
         self.written = [None if grad is None else grad.clone() for grad in grads]
         self.gradients = gradient_buffers.Gradients(self.parameters, self.written, self.written)
 

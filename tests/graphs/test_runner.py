@@ -74,6 +74,20 @@ def of(model):
     return state_of(model).graphs.of(model.base_model)
 
 
+def test_a_capture_meets_no_node_that_somebody_keeps(model):
+    """DDP, or a loss of the step before, keeps nodes of another stream, on which a capture fails."""
+    kept, parameters = [], [*model.base_model.parameters()]
+    for seed in range(3):
+        kept.append(hidden(model, ROWS[0], seed).sum())
+        kept[-1].backward()
+    graph = next(iter(of(model).graphs.values())).graph
+    held = {torch.autograd.graph.get_gradient_edge(one).node for one in parameters}
+    assert held & on_cpu.nodes_of(kept[0]), "the control: the loss keeps them"
+    assert graph.nodes and not held & graph.nodes
+    assert all(map(lambda one, its: one is its, parameters, model.base_model.parameters()))
+    assert graph.parameters == tuple(parameters)
+
+
 def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
     for seed, lengths in enumerate(ROWS * 3):
         found = hidden(model, lengths, seed)
