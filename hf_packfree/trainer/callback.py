@@ -129,6 +129,12 @@ class PackFreeCallback(TrainerCallback):
         if self._keeps_unpacked and before.patched:
             options = replace(options, unpacked=before.unpacked)
         patch(kwargs["model"], options, _autocast_in_force())
+        if args.torch_compile:
+            logger.info(
+                "torch_compile=True: the Trainer compiles the model when training begins, and what "
+                "mixes no tokens (projections, norms, MLPs) is torch.compile's then, not fused; "
+                "leave it out for the fused layers"
+            )
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
             _warn_of_uncounted_tokens(parallelism)

@@ -4,6 +4,7 @@ per row.
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -110,8 +111,9 @@ def test_each_layer(backend, layers, same_gradients):
 
 
 @integration("Trainer", "`torch_compile=True`", SAYS)
-def test_through_the_trainer(same_gradients, tmp_path):
+def test_through_the_trainer(same_gradients, tmp_path, caplog):
     keep = KeepGradients()
+    caplog.set_level(logging.INFO, "hf_packfree")
     torch._dynamo.utils.counters.clear()
     Trainer(
         model=tiny(),
@@ -123,4 +125,5 @@ def test_through_the_trainer(same_gradients, tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(tiny().model.layers), (
         "something was compiled"
     )
+    assert "torch_compile=True: the Trainer compiles the model" in caplog.text
     same_gradients(keep.steps, per_document(tiny(), in_steps(labelled())))
