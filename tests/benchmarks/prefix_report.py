@@ -45,7 +45,9 @@ def _line(row: dict[str, Any]) -> str:
         kind = row["error"].split(":")[0]
         outcome = "out of memory" if kind == "OutOfMemoryError" else kind
         return f"| {row['variant']} | | {outcome} | | |"
+    # of rows that were not timed in turns with a tree there is none
+    ratio = "" if row["times_as_long"] is None else f"{row['times_as_long']:.2f}"
     return (
         f"| {row['variant']} | {row['tokens']:,} | {row['ms']:,.1f} | {row['peak_gib']:.1f} | "
-        f"{row['times_as_long']:.2f} |"
+        f"{ratio} |"
     )

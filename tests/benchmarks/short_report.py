@@ -74,13 +74,15 @@ def table(path: Path) -> str:
         f"Made on {about['date']} on one {about['machine']} with {with_versions}; every number is "
         f"in `tests/benchmarks/results/short/{path.name}`.\n"
     )
-    lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    lines: list[tuple[str, ...]] = [HEAD, ("---",) * len(HEAD)]
     for workload, title in TITLES.items():
         mine, without = (rows.get((workload, name)) for name in (GRAPHS, WITHOUT))
         if mine and without:
-            cells = title, f"{_tokens(workload):,}", *_cells(mine, without)
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join((made, *lines)) + "\n" + _compiled(rows)
+            lines.append((title, f"{_tokens(workload):,}", *_cells(mine, without)))
+    # a column that no row has is none
+    kept = [column for column in zip(*lines, strict=True) if any(column[2:])]
+    drawn = [f"| {' | '.join(line)} |" for line in zip(*kept, strict=True)]
+    return "\n".join((made, *drawn)) + "\n" + _compiled(rows)
 
 
 def _compiled(rows: Rows) -> str:
