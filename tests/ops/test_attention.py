@@ -7,8 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_packfree.bench import measure
 from hf_packfree.errors import BackendUnavailable
-from hf_packfree.ops.attention import attention, towers
+from hf_packfree.ops.attention import attention, torch_native, towers
 from hf_packfree.ops.attention.triton_native import plan_blocks, reach
 from hf_packfree.ops.backend import Target
 from hf_packfree.packing import PackedSequence
@@ -87,6 +88,29 @@ def test_blocks_cover_every_token_once_and_the_longest_come_first(follows):
         (258, 300),
         (558, 5),
     }
+
+
+def test_pytorch_eager_pads_documents_on_a_cpu_by_31_tokens_at_most(monkeypatch):
+    """Elsewhere by an eighth of the next power of two, which makes fewer calls."""
+    packed = PackedSequence.from_lengths([1199, 5, 690, 1200, 90, 93])
+    plan = torch_native.plan_batches(packed)
+    assert plan.shapes == ((1, 8), (2, 96), (1, 704), (2, 1216))
+    assert torch.equal(plan.gather[plan.places], torch.arange(packed.num_tokens))
+    monkeypatch.setattr(torch_native, "_STEP", {})
+    assert torch_native.plan_batches(packed).shapes == ((1, 8), (2, 96), (1, 768), (2, 1280))
+
+
+def test_the_backward_pass_allocates_a_row_once_however_many_lengths_it_has():
+    """Not a gradient of the whole row for each of them, to be added up."""
+    taken = []
+    for lengths in ([112] * 10, range(40, 200, 16)):
+        packed = PackedSequence.from_lengths(lengths)
+        q, k, v = (torch.randn(1, packed.num_tokens, 2, 32, requires_grad=True) for _ in range(3))
+        out = attention(q, k, v, packed)
+        events = measure._allocations(lambda: out.sum().backward())
+        sizes = (int(event["args"]["Bytes"]) for event in events)
+        taken.append(sum(size for size in sizes if size > 0) / q.nbytes)
+    assert taken[1] <= 1.25 * taken[0], taken
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [4, 4, 4], [3, 4, 4, 1, 1, 4]])

@@ -74,7 +74,7 @@ def plan_pieces(packed: PackedSequence, window: int | None) -> Pieces:
     places = torch.arange(fronts.num_tokens, device="cpu")
     places += (starts - fronts.cu_seqlens_cpu[:-1])[fronts.seq_idx[0].long()]
     found, tokens = [], []
-    for bucket in plan_buckets(fronts).buckets:
+    for bucket in plan_buckets(fronts):
         queries = places[bucket.gather]
         found.append((queries, queries, bucket.real, False))
         tokens.append(queries.flatten()[bucket.real])

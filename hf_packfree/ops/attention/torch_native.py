@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -17,10 +17,15 @@ from torch.nn import functional as F
 
 from hf_packfree.packing import PackedSequence, uncompiled, with_history
 
+_STEP = {"cpu": 32}
+"""Tokens from one padded length to the next, at most, by device; on a GPU more calls cost more than
+their padding.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """n documents of similar length, as a padded batch.
+    """n documents of similar length, as a padded batch; on the host.
 
     Attributes:
         gather: int64 [n, L], the row's token for every position; padding repeats its document's
@@ -33,35 +38,51 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Buckets:
-    """The row's documents sorted into buckets; `order` int64 [T] undoes the sorting."""
+class Batches:
+    """The row's documents sorted into padded batches, P positions in all.
 
-    buckets: tuple[Bucket, ...]
-    order: Tensor
+    Attributes:
+        shapes: documents and padded length of each batch.
+        gather: int64 [P], the row's token for every position.
+        places: int64 [T], the position of every token of the row.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    gather: Tensor
+    places: Tensor
 
 
-def plan_buckets(packed: PackedSequence) -> Buckets:
-    """Sort documents by length rounded up to one of four sizes per power of two.
+def plan_buckets(packed: PackedSequence, most: int | None = None) -> tuple[Bucket, ...]:
+    """Sort documents by length as `round_up` rounds it.
 
     The padded length depends on the document alone, so its values do not depend on what else is in
-    the row; and any row takes a few dozen calls at most.
+    the row; and any row has a few dozen buckets at most, unless `most` makes more of long ones.
     """
     starts, lengths = packed.cu_seqlens_cpu[:-1].long(), packed.cu_seqlens_cpu.diff().long()
-    padded = torch.tensor([round_up(length) for length in lengths.tolist()], device="cpu")
-    buckets, tokens = [], []
+    padded = torch.tensor([round_up(length, most) for length in lengths.tolist()], device="cpu")
+    buckets = []
     for size in padded.unique().tolist():
         member = padded == size
         position = torch.arange(size, device="cpu")
         gather = starts[member, None] + torch.minimum(position[None], lengths[member, None] - 1)
         is_real = position[None] < lengths[member, None]
-        tokens.append(gather[is_real])
-        device = packed.cu_seqlens.device
-        real = is_real.reshape(-1).nonzero()[:, 0]
-        buckets.append(
-            Bucket(gather.to(device, non_blocking=True), real.to(device, non_blocking=True))
-        )
-    order = torch.cat(tokens).argsort().to(packed.cu_seqlens.device, non_blocking=True)
-    return Buckets(tuple(buckets), order)
+        buckets.append(Bucket(gather, is_real.reshape(-1).nonzero()[:, 0]))
+    return tuple(buckets)
+
+
+def plan_batches(packed: PackedSequence) -> Batches:
+    """Put the buckets behind each other."""
+    device = packed.cu_seqlens.device
+    buckets = plan_buckets(packed, _STEP.get(device.type))
+    gather = torch.cat([bucket.gather.reshape(-1) for bucket in buckets])
+    begins = accumulate((bucket.gather.numel() for bucket in buckets), initial=0)
+    real = torch.cat([begin + bucket.real for begin, bucket in zip(begins, buckets)])
+    places = torch.empty_like(real)
+    places[gather[real]] = real
+    shapes = tuple((len(bucket.gather), bucket.gather.shape[1]) for bucket in buckets)
+    return Batches(
+        shapes, gather.to(device, non_blocking=True), places.to(device, non_blocking=True)
+    )
 
 
 @uncompiled
@@ -77,7 +98,7 @@ def attend(
 ) -> Tensor:
     """See `hf_packfree.ops.attention.attention`."""
     if causal:
-        return _attend_buckets(q, k, v, packed.cached(plan_buckets), scale, dropout)
+        return _attend_batches(q, k, v, packed.cached(plan_batches), scale, dropout)
     return _attend_runs(q, k, v, packed.cached(plan_runs), scale, dropout)
 
 
@@ -129,20 +150,17 @@ def _attend_runs(
     return torch.cat(outputs)[None]
 
 
-def _attend_buckets(
-    q: Tensor, k: Tensor, v: Tensor, plan: Buckets, scale: float | None, dropout: float
+def _attend_batches(
+    q: Tensor, k: Tensor, v: Tensor, plan: Batches, scale: float | None, dropout: float
 ) -> Tensor:
     """Padding is in every real query's future, so nothing masks it."""
+    sizes = [count * length for count, length in plan.shapes]
+    parts = (x.squeeze(0).index_select(0, plan.gather).split(sizes) for x in (q, k, v))
     outputs = []
-    for bucket in plan.buckets:
-        tokens, shape = bucket.gather.reshape(-1), bucket.gather.shape
-        qs, ks, vs = (x.squeeze(0).index_select(0, tokens).unflatten(0, shape) for x in (q, k, v))
-        outputs.append(
-            _sdpa(qs, ks, vs, scale, dropout, causal=True)
-            .flatten(0, 1)
-            .index_select(0, bucket.real)
-        )
-    return torch.cat(outputs).index_select(0, plan.order)[None]
+    for shape, *batch in zip(plan.shapes, *parts, strict=True):
+        qs, ks, vs = (part.unflatten(0, shape) for part in batch)
+        outputs.append(_sdpa(qs, ks, vs, scale, dropout, causal=True).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, plan.places)[None]
 
 
 def _sdpa(
@@ -157,9 +175,10 @@ def _sdpa(
     ).transpose(1, 2)
 
 
-def round_up(length: int) -> int:
+def round_up(length: int, most: int | None = None) -> int:
     """The smallest of 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, ... that holds
-    `length`.
+    `length`, four sizes per power of two; with `most`, at most that many tokens apart.
     """
     step = max(8, (1 << (length - 1).bit_length()) // 8) if length > 1 else 8
+    step = step if most is None else min(step, most)
     return -(-length // step) * step
