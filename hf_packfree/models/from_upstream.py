@@ -12,6 +12,7 @@ from typing import Any
 from hf_packfree.models.attention_interface import InterfaceAttention, register
 from hf_packfree.models.base import Replacement, put_in_front
 from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
+from hf_packfree.models.gated_mlp import GatedMLP
 from hf_packfree.models.heads import KINDS, heads_of
 from hf_packfree.models.kimi_delta_attention import PackedKimiDeltaAttention
 from hf_packfree.models.mamba2 import PackedMamba2
@@ -28,6 +29,7 @@ HALVES: dict[str, type[Replacement] | None] = {
     "MambaLayer": PackedMamba2,
     "Mixer": PackedMamba2,
     "Attention": InterfaceAttention,
+    "MLP": GatedMLP,
     "Model": PackedTrunk,
 }
 """{how the name of a class ends: what is put in front of it}; the first that fits."""

@@ -54,10 +54,11 @@ def _is_swiglu(mlp: Any, layer: nn.Module) -> bool:
     if (runs.__module__, getattr(runs, "__qualname__", "")) in _LIGERS:
         # whatever activation the module holds
         return True
-    return is_upstreams(mlp, layer, "MLP") and _is_silu(getattr(mlp, "act_fn", None))
+    return is_upstreams(mlp, layer, "MLP") and is_silu(getattr(mlp, "act_fn", None))
 
 
-def _is_silu(activation: Any) -> bool:
+def is_silu(activation: Any) -> bool:
+    """Whether calling `activation` is torch's silu and nothing else."""
     if type(activation) is not nn.SiLU and type(activation) is not SiLUActivation:
         return False
     return not is_hooked(activation) and "forward" not in vars(activation)

@@ -15,6 +15,7 @@ from hf_packfree.ops.table import OPS
 
 _TRUNK = "the batch is read here, if nothing around it did, and the record handed to every layer"
 _LAYER = "residual sums and norms, and the MLP, run as one kernel each"
+_MLP = "on a CPU, half of what it would keep for the backward pass is computed again"
 _VISION = (
     "the row would be numbered as one document, and nothing would check which images belong to "
     "which document"
@@ -88,6 +89,8 @@ class Family:
         without_mixer: the values in `config.layer_types` of layers that mix no tokens ("mlp").
         fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`. Others hand
             the record on.
+        mlp: the class of its MLPs, patched too, as `GatedMLP`; None: they compute something else,
+            or the fused layer does it.
         vision_language: the class around the text model that images go through, if there is one.
         towers: the encoders of images, videos and audio, in models that have them.
         predicts_ahead: whether checkpoints carry a multi-token prediction head, see
@@ -112,6 +115,7 @@ class Family:
     mixers: tuple[Mixer, ...]
     without_mixer: tuple[str, ...] = ()
     fused_layer: bool = False
+    mlp: str | None = None
     vision_language: str | None = None
     towers: tuple[Tower, ...] = ()
     predicts_ahead: bool = False
@@ -124,11 +128,13 @@ class Family:
     def swaps(self) -> dict[str, str]:
         """{name of a class that is swapped: why}."""
         layers = dict.fromkeys(self.layers, _LAYER) if self.fused_layer else {}
+        mlps = {} if self.mlp is None else {self.mlp: _MLP}
         around = {} if self.vision_language is None else {self.vision_language: _VISION}
         towers = {cls: why for tower in self.towers for cls, why in tower.swaps.items()}
         return {
             self.trunk: _TRUNK,
             **layers,
+            **mlps,
             **{mixer.cls: mixer.why() for mixer in self.mixers},
             **around,
             **towers,
@@ -196,14 +202,12 @@ class Family:
         """Return {upstream's class: ours} of what is left alone where something wraps it: packed
         rows are exact all the same.
 
-        Those are towers that are exact as they are, and decoder layers in releases whose own layers
-        hand the record on.
+        Those are MLPs, towers that are exact as they are, and decoder layers in releases whose own
+        layers hand the record on.
         """
-        layers = {
-            before: ours for before, ours in self.pairs().items() if before.__name__ in self.layers
-        }
-        towers = self.tower_pairs([tower for tower in self.towers if tower.optional])
-        return towers | ({} if compat.LAYERS_DROP_KEYWORDS else layers)
+        names = {self.mlp, *(() if compat.LAYERS_DROP_KEYWORDS else self.layers)}
+        parts = {before: ours for before, ours in self.pairs().items() if before.__name__ in names}
+        return parts | self.tower_pairs([tower for tower in self.towers if tower.optional])
 
     def tower_pairs(self, towers: Sequence[Tower]) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} of these towers and their parts."""

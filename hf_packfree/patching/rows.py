@@ -23,6 +23,7 @@ def from_upstream(
     causal_lm: str = "ForCausalLM",
     text: str = "Model",
     layers: tuple[str, ...] = ("DecoderLayer",),
+    mlp: str | None = None,
     vision_language: str | None = None,
     towers: tuple[Tower, ...] = (),
     **more: Any,
@@ -34,8 +35,8 @@ def from_upstream(
         mixers, towers: see `Family`; their classes without the prefix.
         upstream: transformers' name of the family, where it is another.
         replacement: see `Family`; None: `hf_packfree.models.from_upstream` makes our classes.
-        causal_lm, text, layers, vision_language: `Family.causal_lm`, `trunk`, `layers` and
-            `vision_language`, without the prefix.
+        causal_lm, text, layers, mlp, vision_language: `Family.causal_lm`, `trunk`, `layers`, `mlp`
+            and `vision_language`, without the prefix.
         more: see `Family`.
     """
     home = f"transformers.models.{upstream or name}.modeling_{upstream or name}"
@@ -47,6 +48,7 @@ def from_upstream(
         trunk=classes + text,
         layers=tuple(classes + layer for layer in layers),
         mixers=tuple(replace(mixer, cls=classes + mixer.cls) for mixer in mixers),
+        mlp=None if mlp is None else classes + mlp,
         vision_language=None if vision_language is None else classes + vision_language,
         towers=tuple(
             replace(

@@ -108,7 +108,9 @@ def test_report_removal_copies_and_twice(family):
     implementation = model.config._attn_implementation
     report = patch_report(apply_patches(apply_patches(model)))
     assert (report.family, report.patched, report.attention) == (family, True, implementation)
-    assert report.swaps == {row.causal_lm: 1, row.trunk: 1, row.mixers[0].cls: 4}
+    mlps = sum(type(module).__name__ == row.mlp for module in model.modules())
+    counts = {row.causal_lm: 1, row.trunk: 1, row.mixers[0].cls: 4, row.mlp: mlps}
+    assert report.swaps == {name: count for name, count in counts.items() if name is not None}
     assert report.implementations["attention"] == "torch"
     batch = row_batch("positions", EDGES)
     wanted = model(**batch.inputs).logits

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from hf_packfree.ops.backend import Backend, needs_triton
 from hf_packfree.ops.fused.add_norm import add_layer_norm, add_norm
 from hf_packfree.ops.fused.gated_norm import gated_rms_norm
+from hf_packfree.ops.fused.gated_product import gated_product
 from hf_packfree.ops.fused.gates import gates
 from hf_packfree.ops.fused.norm_rope import norm_rope
 from hf_packfree.ops.fused.output_gate import output_gate
@@ -59,7 +60,7 @@ OP = Op(
     compiled="torch",
 )
 """In a model's layers "torch" means upstream's own modules, or what replaced them; here it is
-the reference.
+the reference. `gated_product` alone has one way, in PyTorch.
 """
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "FusedBackend",
     "add_layer_norm",
     "add_norm",
+    "gated_product",
     "gated_rms_norm",
     "gates",
     "norm_rope",
