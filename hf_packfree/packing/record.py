@@ -79,8 +79,10 @@ def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, I
     number = np.arange(len(segment), dtype=np.int32) - offsets[segment]
     if packed.bounded:
         spare = packed.num_tokens // size + packed.num_segments - len(segment)
-        segment = np.pad(segment, (0, spare), constant_values=packed.num_segments - 1)
-        number = np.pad(number, (0, spare))
+        # np.pad takes 20 us
+        last = np.full(spare, packed.num_segments - 1, dtype=np.int32)
+        segment = np.concatenate((segment, last))
+        number = np.concatenate((number, np.zeros_like(last)))
     return offsets, segment, number
 
 
