@@ -19,6 +19,7 @@ from hf_packfree.mtp.checkpoint import head_tensors
 from hf_packfree.mtp.head import shapes_of
 from hf_packfree.mtp.head_options import MTPOptions
 from hf_packfree.patching.family import Family
+from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import warn_once
 from hf_packfree.patching.steps import (
@@ -130,16 +131,12 @@ def add_while_loading(
         )
         return
     tensors = None if options.from_scratch else head_tensors(str(owner.config.name_or_path))
-    trunk = _trunk_of(around, family)
+    trunk = next(trunks(around, family))
     head = AttachedHead(trunk, 1 if tensors is None else max(tensors.layers, 1), options)
     if tensors is not None:
         tensors.check(shapes_of(head))
         head.read_from(tensors)
     carry_out([*_swaps(head, NAME, family), *plan_addition(owner, NAME, head)], state)
-
-
-def _trunk_of(model: nn.Module, family: Family) -> Any:
-    return next(module for module in model.modules() if isinstance(module, family.trunk_class()))
 
 
 def _language_models(family: Family) -> tuple[type[nn.Module], ...]:
@@ -176,7 +173,7 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
         MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head,
             in the model's sizes.
     """
-    trunk, weight = _trunk_of(owner, family), owner.lm_head.weight
+    trunk, weight = next(trunks(owner, family)), owner.lm_head.weight
     if options.from_scratch:
         with torch.device("meta"):
             head = AttachedHead(trunk, 1, options)

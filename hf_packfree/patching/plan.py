@@ -4,7 +4,7 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -64,9 +64,10 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     return family, steps
 
 
-def trunks(model: nn.Module, family: Family) -> Iterator[nn.Module]:
+def trunks(model: nn.Module, family: Family) -> Iterator[Any]:
     """Yield the family's text models inside `model`, swapped or not."""
-    return (module for module in model.modules() if isinstance(module, family.trunk_class()))
+    cls = family.trunk_class()
+    return (module for module in model.modules() if isinstance(module, cls))
 
 
 def op_sizes(model: nn.Module, family: Family) -> dict[str, int]:
@@ -126,16 +127,19 @@ def _optional_steps(
 
 
 def _head_steps(model: nn.Module, family: Family) -> Iterator[ClassSwap]:
+    pairs = family.head_pairs()
     for name, module in model.named_modules():
-        if (after := head_swap(module, family)) is not None:
+        if (after := head_swap(module, pairs)) is not None:
             yield ClassSwap(name, module, type(module), after)
 
 
-def head_swap(module: nn.Module, family: Family) -> type[nn.Module] | None:
+def head_swap(module: nn.Module, pairs: Mapping[Any, Any]) -> type[nn.Module] | None:
     """Return the class that a head of upstream's, or of a subclass that leaves forward to it,
     gets; None for all else.
+
+    Args:
+        pairs: `Family.head_pairs`.
     """
-    pairs: dict[Any, Any] = family.head_pairs()
     cls: Any = type(module)
     before = next((base for base in cls.__mro__ if base in pairs), None)
     if (

@@ -4,7 +4,7 @@ models/ with its tiny config.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -273,7 +273,7 @@ def family_of(model: nn.Module) -> Family | None:
     """Return the family whose text model (upstream's or ours) is in `model`, or None; one that is
     not listed once it is patched.
 
-    Only families whose modeling module is loaded are looked at: no other can have models.
+    Only families that a class of the model's is from are looked at.
 
     Raises:
         UnsupportedModel: `model` is no module, or the installed transformers is older than what
@@ -284,22 +284,22 @@ def family_of(model: nn.Module) -> Family | None:
             f"found a {type(model).__name__}; wanted a torch.nn.Module; load the model first, by "
             "from_pretrained of the Auto class that packfree models names, and pass that"
         )
+    classes = {base for kind in set(map(type, model.modules())) for base in kind.__mro__}
+    homes = {cls.__module__ for cls in classes}
     found: Family | None = None
     for family in FAMILIES:
-        if family.upstream in sys.modules:
-            trunk = family.trunk_class()
+        if family.upstream in homes and (trunk := family.trunk_class()) in classes:
             # a text model may derive from another family's
-            closer = found is None or issubclass(trunk, found.trunk_class())
-            if closer and any(isinstance(module, trunk) for module in model.modules()):
+            if found is None or issubclass(trunk, found.trunk_class()):
                 found = family
     if found is not None:
         return found
-    _refuse_before_the_floor(model)
+    _refuse_before_the_floor(homes)
     return family_of_patched(model)
 
 
-def _refuse_before_the_floor(model: nn.Module) -> None:
-    homes = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+def _refuse_before_the_floor(homes: Container[str]) -> None:
+    """Refuse a model with classes from a modeling module of which this release is too old."""
     for row in ROWS:
         if not row.served and row.upstream in homes:
             raise UnsupportedModel(

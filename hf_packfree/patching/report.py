@@ -189,15 +189,16 @@ def patch_report(model: nn.Module) -> PatchReport:
     )
     if family is None or state is None:
         return found
-    ours = {*family.pairs().values(), *family.head_pairs().values()}
+    heads = tuple(family.head_pairs().values())
+    ours, trunk = {*family.pairs().values(), *heads}, family.trunk_class()
     swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
+    # a head that the model does not run through is not counted
+    run = (part for part in swapped if not (isinstance(part, heads) and is_bypassed(part)))
     runs = _implementations(state, family, model)
     return replace(
         found,
-        patched=any(isinstance(module, family.trunk_class()) for module in swapped),
-        swaps=dict(
-            Counter(type(module).__name__ for module in swapped if not _bypassed(module, family))
-        ),
+        patched=any(isinstance(module, trunk) for module in swapped),
+        swaps=dict(Counter(type(part).__name__ for part in run)),
         implementations=runs,
         why=state.why_of(ops_of(model, family)),
         batch_invariant=state.batch_invariant,
@@ -299,11 +300,6 @@ def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
     with as_under_autocast(device, torch.bfloat16):
         fused = why_not_fused(module, x, adapters=adapters) is None
     return f"{kind} (fused under autocast in bfloat16)" if fused else kind
-
-
-def _bypassed(module: Any, family: Any) -> bool:
-    """Whether a module is a head of ours past which the model runs."""
-    return isinstance(module, tuple(family.head_pairs().values())) and is_bypassed(module)
 
 
 def _versions(state: PatchState | None, attention: str | None) -> dict[str, str | None]:
