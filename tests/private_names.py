@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hf_packfree
+from tests.source import nodes
 
 HOUSE = Path(hf_packfree.__file__).parent
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
@@ -121,12 +122,12 @@ _PUBLIC_OR_OURS = {"_replace", "_upstream_loss"}
 def touched() -> dict[str, set[str]]:
     """Return {private name: the files that touch it}."""
     found: dict[str, set[str]] = defaultdict(set)
-    trees = {file: ast.parse(file.read_text()) for file in HOUSE.rglob("*.py")}
-    ours = {name for tree in trees.values() for name in _defined(tree)} - _REPLACED
-    for file, tree in trees.items():
-        for name in _names(tree):
-            if name not in ours | _ENDINGS | _PUBLIC_OR_OURS:
-                found[name].add(str(file.relative_to(HOUSE)))
+    sources = {file: file.read_text() for file in HOUSE.rglob("*.py")}
+    ours = {name for source in sources.values() for name in _defined(source)} - _REPLACED
+    known = ours | _ENDINGS | _PUBLIC_OR_OURS
+    for file, source in sources.items():
+        for name in {*_names(source)} - known:
+            found[name].add(str(file.relative_to(HOUSE)))
     return found
 
 
@@ -134,8 +135,8 @@ _REPLACED = {"_attn_implementation", "_cp_context", "_prepare_cp"}
 """Names that we put something of ours under."""
 
 
-def _defined(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _defined(source: str) -> Iterator[str]:
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -145,9 +146,9 @@ def _defined(tree: ast.AST) -> Iterator[str]:
                 yield node.attr
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
+def _names(source: str) -> Iterator[str]:
     """Yield private attributes, modules, what is imported of them, and strings like these."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
             yield node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -19,6 +19,7 @@ from pathlib import Path
 import hf_packfree
 from hf_packfree import errors
 from hf_packfree.refused_families import by_reason
+from tests.source import nodes
 
 HOUSE = Path(hf_packfree.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs/refused.md"
@@ -115,7 +116,7 @@ def refusals() -> list[Refusal]:
 
 
 def _in_file(name: str, source: str) -> Iterator[Refusal]:
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(source) if isinstance(node, ast.Call)]
     for node in sorted(calls, key=lambda call: call.lineno):
         kind = getattr(node.func, "id", "")
         if not node.args or (kind not in BUILTIN and not hasattr(errors, kind)):

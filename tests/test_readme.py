@@ -23,6 +23,7 @@ from hf_packfree import errors
 from hf_packfree.cli import main
 from hf_packfree.versions import VERSIONS
 from tests.data.processors import example, image_part, vision_processor
+from tests.source import nodes
 from tests.support import by_family, documents, tiny
 from tests.vision import tiny_vision
 
@@ -392,7 +393,7 @@ def said() -> str:
     """Every text of the package, with a star where a value is put in."""
     texts = []
     for path in (ROOT / "hf_packfree").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.JoinedStr):
                 texts.append(
                     "".join(

@@ -16,6 +16,7 @@ import pytest
 
 import hf_packfree
 from hf_packfree import errors
+from tests.source import nodes
 
 HOUSE = Path(hf_packfree.__file__).parent
 FLOORS = [
@@ -58,7 +59,7 @@ def imports(source: str):
     """Yield line and dotted name of every import; a name taken from the package itself is dotted
     too.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -193,7 +194,8 @@ def test_a_constant_is_a_line():
     found = [
         f"{file.relative_to(HOUSE)}:{node.lineno}"
         for file in sorted(HOUSE.rglob("*.py"))
-        for node in ast.parse(file.read_text()).body
+        # the first is the module
+        for node in nodes(file.read_text())[0].body
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
         and isinstance(node.value, ast.Tuple)

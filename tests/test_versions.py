@@ -14,6 +14,7 @@ from packaging.version import Version
 
 import hf_packfree
 from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS, Versions
+from tests.source import nodes
 
 HOUSE = Path(hf_packfree.__file__).parent
 SETUP = ConfigParser()
@@ -93,10 +94,10 @@ def test_no_other_file_compares_with_a_number_of_its_own():
     """Where transformers' releases differ is named beside what differs."""
     found = []
     for file in sorted(HOUSE.rglob("*.py")):
-        tree = ast.parse(file.read_text())
+        every = nodes(file.read_text())
         calls = (
             node
-            for node in ast.walk(tree)
+            for node in every
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Version"
         )
         literal = [
@@ -107,7 +108,7 @@ def test_no_other_file_compares_with_a_number_of_its_own():
         found += [file.relative_to(HOUSE).as_posix() for _ in literal[:1]]
         words = (
             node.value
-            for node in ast.walk(tree)
+            for node in every
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         )
         assert not [
