@@ -37,8 +37,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# machines are shared and noisy: no test fails for being slow
-settings.register_profile("packfree", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# machines are shared and noisy: no test fails for being slow; every run draws other examples
+settings.register_profile(
+    "packfree", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("packfree")
 
 logging.getLogger("transformers").addHandler(DeprecationsAreErrors())
@@ -142,15 +144,20 @@ _tried: dict[tuple[str, str | None], object] = {}
 
 @pytest.fixture
 def imports_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the doctor try every package once per test process, and again where another file has
-    its name.
+    """Let the doctor try a package once per test process, if this one has not imported it; again
+    where another file has its name.
     """
-    from hf_packfree.doctor import probe
+    from hf_packfree.doctor import Probe, probe
 
     def remembered(modules: Sequence[str]) -> dict[str, object]:
-        # on the path, not among what this process has imported
-        specs = {name: PathFinder.find_spec(name.partition(".")[0]) for name in modules}
+        tops = {name: name.partition(".")[0] for name in modules}
+        # on the path, where a stand-in may be in front of what this process has imported
+        specs = {name: PathFinder.find_spec(top) for name, top in tops.items()}
         places = {name: (name, spec and spec.origin) for name, spec in specs.items()}
+        for name, place in places.items():
+            top = sys.modules.get(tops[name])
+            if name in sys.modules and getattr(top, "__file__", None) == place[1]:
+                _tried[place] = Probe(getattr(top, "__version__", None), None)
         new = [name for name, place in places.items() if place not in _tried]
         _tried.update({places[name]: found for name, found in probe(new).items()})
         return {name: _tried[place] for name, place in places.items()}
