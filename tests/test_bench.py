@@ -148,16 +148,17 @@ def test_the_floor_counts_the_experts_that_tokens_choose():
 
 
 def test_a_benchmark_knows_how_many_experts_a_token_chooses(monkeypatch):
-    asked = []
+    class Asked(Exception):
+        pass
 
     def floor(model, tokens, choices):
-        asked.append((tokens, choices))
-        return Floor(model, tokens, choices)
+        raise Asked(tokens, choices)
 
     monkeypatch.setattr("hf_packfree.bench.turns.Floor", floor)
-    for family in ("qwen3_5_moe", "qwen3_5"):
-        run_bench(BenchOptions(family, (3, 2), rounds=1, threads=1))
-    assert asked == [(5, 2), (5, 1)]
+    for family, wanted in (("qwen3_5_moe", 2), ("qwen3_5", 1)):
+        with pytest.raises(Asked) as asked:
+            run_bench(BenchOptions(family, (3, 2), rounds=1, threads=1))
+        assert asked.value.args == (5, wanted)
 
 
 def report_of(*candidates, options=BenchOptions("small", (10, 30))):

@@ -39,7 +39,7 @@ def everything(model, **arguments) -> list[torch.Tensor]:
         "output_attentions": True,
         "output_hidden_states": True,
     }
-    given = {"max_new_tokens": 5, "do_sample": False, **returned, **copy.deepcopy(arguments)}
+    given = {"max_new_tokens": 3, "do_sample": False, **returned, **copy.deepcopy(arguments)}
     return list(tensors(dict(model.generate(**given), **{CACHE: None})))
 
 

@@ -225,7 +225,7 @@ def test_adapters_on_every_projection_of_a_mixer_train(family, monkeypatch):
     from peft.tuners import tuners_utils
 
     monkeypatch.setattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
-    model, batch = tiny(family), row_batch("positions", ROW)
+    model, batch = tiny(family), row_batch("positions", (5, 65, 1, 3))
     targets = [
         f"{name}.{part}"
         # whose attention has projections of its own kind, too
