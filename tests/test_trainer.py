@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+from functools import cache
 from inspect import signature
 from types import SimpleNamespace
 
@@ -88,11 +89,12 @@ def train(model, folder, callbacks, collator=(), **more):
     return trainer, keep.found
 
 
-def per_document(model, count):
-    """Gradients of the token-weighted mean loss of the first `count` documents, each in its own
-    forward.
+@cache
+def per_document(count):
+    """A tiny model's gradients of the token-weighted mean loss of the first `count` documents, each
+    in its own forward.
     """
-    model.zero_grad(set_to_none=True)
+    model = tiny()
     parts = documents(ROW)[:count]
     targets = sum(len(part) - 1 for part in parts)
     for part in parts:
@@ -116,18 +118,18 @@ def test_gradients_are_those_of_documents_alone(collator, checkpointing, tmp_pat
         pytest.skip(f"transformers {transformers.__version__} numbers documents from 0")
     options = {CHECKPOINTING: True} if checkpointing else {}
     _, found = train(tiny(), tmp_path, [PackFreeCallback()], COLLATORS[collator].items(), **options)
-    wanted = per_document(tiny(), STEP)
+    wanted = per_document(STEP)
     assert worst(found, wanted) <= GRADIENT_TOL
 
 
 def test_the_unpatched_model_leaks_under_the_same_collator(tmp_path):
     _, found = train(tiny(), tmp_path, [])
-    assert worst(found, per_document(tiny(), STEP)) >= CONTROL * GRADIENT_TOL
+    assert worst(found, per_document(STEP)) >= CONTROL * GRADIENT_TOL
 
 
 def test_gradient_accumulation_weighs_tokens(tmp_path, caplog):
     _, found = train(tiny(), tmp_path, [PackFreeCallback()], gradient_accumulation_steps=2)
-    assert worst(found, per_document(tiny(), 2 * STEP)) <= GRADIENT_TOL
+    assert worst(found, per_document(2 * STEP)) <= GRADIENT_TOL
     assert "found" not in caplog.text
 
 
@@ -144,7 +146,7 @@ def test_gradients_that_accelerate_divides_once_more_are_warned_of(tmp_path, cap
     trainer.accelerator.gradient_accumulation_steps = 2
     trainer.train()
     assert (
-        worst({name: 2 * grad for name, grad in keep.found.items()}, per_document(tiny(), 2 * STEP))
+        worst({name: 2 * grad for name, grad in keep.found.items()}, per_document(2 * STEP))
         <= GRADIENT_TOL
     )
     assert "trainer.accelerator.gradient_accumulation_steps = 1" in caplog.text

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_packfree import apply_patches
-from tests.models.test_packed import logits_alone
 from tests.support import (
     checkpoint_layers,
     errors,
@@ -15,6 +16,28 @@ from tests.support import (
     run_alone,
     tiny,
 )
+
+
+def logits_alone(model, batch):
+    """Each document's logits in a forward of its own."""
+    return [
+        model(input_ids=document[None], use_cache=False).logits[0] for document in batch.documents
+    ]
+
+
+class Largest(TorchDispatchMode):
+    """Notes in `bytes` how large the largest tensor is that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = (part for part in tree_leaves(out) if isinstance(part, torch.Tensor))
+        sizes = (part.untyped_storage().nbytes() for part in found)
+        self.bytes = max(self.bytes, *sizes, 0)
+        return out
 
 
 def assert_exact_in_fp64(family, batch):

@@ -16,10 +16,9 @@ from hf_packfree.models.context_parallel import _refuse_whole_rows
 from hf_packfree.models.mamba2 import PackedMamba2
 from hf_packfree.patching.plan import op_sizes
 from tests.input_formats import row_batch
-from tests.models.forms import half_precision
+from tests.models.forms import half_precision, logits_alone
 from tests.models.test_generation import IDS
 from tests.models.test_hybrids import SSD as NAMES
-from tests.models.test_packed import logits_alone
 from tests.support import (
     CONTROL,
     LOGIT_TOL,

@@ -18,6 +18,7 @@ from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.compat import CACHE
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import block_mask, one_row, padded_rows, row_batch
+from tests.models.forms import Largest, logits_alone
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -284,13 +285,6 @@ def test_half_precision_is_finite_and_rounds_no_worse_than_upstream(family, dtyp
 
 
 @torch.no_grad()
-def logits_alone(model, batch):
-    """Each document's logits in a forward of its own."""
-    return [
-        model(input_ids=document[None], use_cache=False).logits[0] for document in batch.documents
-    ]
-
-
 def test_forward_does_not_depend_on_the_neighbours():
     model = apply_patches(tiny()).eval()
     first = row_batch("positions", (129, 65, 3))
@@ -307,28 +301,15 @@ def test_forward_does_not_depend_on_the_neighbours():
         assert relative_rms(one, other) <= 1e-6
 
 
-def test_sdpa_never_holds_a_square(monkeypatch):
+def test_sdpa_never_holds_a_square():
     """Neither upstream's mask nor ours: no tensor of T x T elements appears anywhere in forward
     or backward.
     """
     lengths = (1300, 2000, 796)
     batch, model = row_batch("positions", lengths), apply_patches(tiny())
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.untyped_storage().nbytes())
-            return out
-
-    with Watch():
+    with Largest() as largest:
         model(**batch.inputs).logits.sum().backward()
-    assert largest < sum(lengths) ** 2, (
-        f"a tensor of {largest} bytes, the row squared is {sum(lengths) ** 2}"
-    )
+    assert largest.bytes < sum(lengths) ** 2
 
 
 def test_hidden_states_come_back_in_the_callers_shape():

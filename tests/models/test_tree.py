@@ -16,6 +16,7 @@ from hf_packfree.errors import BoundaryConflict, CacheConflict, UnsupportedInput
 from hf_packfree.models.compat import CACHE
 from hf_packfree.ops.table import OPS
 from tests.models.padded import all_gradients
+from tests.models.test_door import IMPLIED
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -67,12 +68,13 @@ def assert_tree_exact(model, tree, stock, **inputs):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_fp32_and_the_control_leaks(family):
-    model, stock = apply_patches(tiny(family)), tiny(family)
-    assert_tree_exact(model, TURNS, stock)
+    model, batch = apply_patches(tiny(family)), batch_of(TURNS)
+    weights = random_weights(batch, 128)
+    alone = run_alone(tiny(family), batch, weights)
+    assert_exact(model, batch, alone)
     for wrong in ([sum(TURNS.lengths)], TURNS.lengths):
         batch = batch_of(TURNS, packed_sequence=PackedSequence.from_lengths(wrong))
-        weights = random_weights(batch, 128)
-        found = errors(run(model, batch, weights), run_alone(stock, batch, weights))
+        found = errors(run(model, batch, weights), alone)
         assert found[0] >= CONTROL * LOGIT_TOL and found[1] >= CONTROL * GRADIENT_TOL
 
 
@@ -85,7 +87,14 @@ def test_every_other_family(family):
         run(model, batch_of(TURNS), None)
 
 
-@pytest.mark.parametrize("family", [name for name in OTHERS if follows_trees(name)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in IMPLIED else name
+        for name in OTHERS
+        if follows_trees(name)
+    ],
+)
 def test_every_other_family_in_fp64(family, widened):
     stock, model = tiny(family).double(), tiny(family).double()
     for one in (stock, model):
