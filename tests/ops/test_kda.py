@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedInput
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.chunked.scratch import scratch_for
 from hf_packfree.ops.kda import fla, kda, recurrent_kda
 from hf_packfree.ops.kda.torch_chunked import passes
 from hf_packfree.packing import PackedSequence
@@ -136,44 +135,6 @@ def test_as_one_document_it_leaks() -> None:
     assert all(((x - y).norm() / x.norm()).item() > 0.1 for x, y in zip(apart, joined, strict=True))
 
 
-def test_no_gradient_crosses_documents() -> None:
-    lengths = [70, 3, 64, 33]
-    for number, part in enumerate(torch.arange(sum(lengths)).split(lengths)):
-        leaves = [x.float().requires_grad_() for x in make_inputs(lengths)]
-        out = kda(*leaves, PackedSequence.from_lengths(lengths))
-        out[:, part].square().sum().backward()
-        for other, tokens in enumerate(torch.arange(sum(lengths)).split(lengths)):
-            reached = [bool((leaf.grad[:, tokens] != 0).any()) for leaf in leaves]
-            assert reached == [other == number] * len(leaves)
-
-
-def test_not_even_nan_crosses_documents() -> None:
-    lengths = [70, 3, 64]
-    inputs = [x.float() for x in make_inputs(lengths)]
-    clean = run(kda, inputs, lengths)
-    for x in inputs:
-        x[:, 70:73] = float("nan")
-    for found, wanted in zip(run(kda, inputs, lengths), clean, strict=True):
-        assert torch.equal(found[:, :70], wanted[:, :70])
-        assert torch.equal(found[:, 73:], wanted[:, 73:])
-        assert found[:, 70:73].isnan().any()
-
-
-def test_autocast_changes_nothing_and_low_precision_is_computed_in_fp32() -> None:
-    lengths = [65, 5]
-    inputs = [x.float() for x in make_inputs(lengths)]
-    wanted = run(kda, inputs, lengths)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run(kda, inputs, lengths)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-    half = [x.bfloat16() for x in inputs]
-    found, wanted = run(kda, half, lengths), run(kda, [x.float() for x in half], lengths)
-    assert all(x.dtype == torch.bfloat16 for x in found)
-    assert torch.equal(found[0], wanted[0].bfloat16())
-    # half the rounding of bf16, twice: of the output's gradient and of the inputs'
-    assert_close(found, wanted, 2**-7)
-
-
 def test_units_that_have_norm_one_already() -> None:
     lengths = [65, 5]
     inputs = make_inputs(lengths)
@@ -199,30 +160,6 @@ def test_any_strides() -> None:
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, g, beta)]
     assert torch.equal(kda(*split, g, beta, packed), wanted)
     assert torch.equal(kda(*transposed, packed), wanted)
-
-
-def test_nothing_but_the_inputs_is_saved() -> None:
-    inputs = [x.float().requires_grad_() for x in make_inputs([300], 2, 32, 32)]
-    saved: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        kda(*inputs, PackedSequence.from_lengths([300]))
-    assert sum(saved.values()) <= sum(x.untyped_storage().nbytes() for x in inputs)
-
-
-def test_what_scratch_memory_holds_does_not_matter() -> None:
-    lengths = [64, 1, 129, 5]
-    packed, inputs = PackedSequence.from_lengths(lengths), [x.float() for x in make_inputs(lengths)]
-    fresh = run(kda, inputs, lengths)
-    for _ in range(2):
-        for buffer in scratch_for(packed, torch.device("cpu"), torch.float32)._buffers.values():
-            buffer.fill_(float("nan"))
-        again = run(lambda *leaves: kda(*leaves[:-1], packed), inputs, lengths)
-        assert all(torch.equal(x, y) for x, y in zip(again, fresh, strict=True))
 
 
 def test_what_it_cannot_do_is_refused() -> None:
