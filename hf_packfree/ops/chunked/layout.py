@@ -19,9 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.packing import PackedSequence
+
+# what sizes of heads and states are multiples of
+_WIDTH = 16
 
 
 class Step(NamedTuple):
@@ -82,6 +86,13 @@ class Window(NamedTuple):
             numbers = torch.arange(heads.start, heads.stop, device=tokens.device)
             self.cache[key] = tokens * stride + numbers[:, None]
         return self.cache[key]
+
+
+def widen(x: Tensor) -> Tensor:
+    """Append zeros to a size [..., D], up to whole cache lines: on odd ones, matrix products depend
+    on the address.
+    """
+    return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
 
 
 def plan_windows(packed: PackedSequence, chunk: int, limit: int) -> tuple[Window, ...]:

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
+from hf_packfree.ops.chunked.layout import widen
 from hf_packfree.ops.delta_rule.segments import Segments
 from hf_packfree.ops.delta_rule.torch_chunked.passes import backward_pass, forward_pass
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
-# what head sizes are multiples of
-_WIDTH = 16
 Saved = tuple[Tensor, ...]
 
 
@@ -40,7 +38,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
-    q, k, v = _widen(q), _widen(k), _widen(v)
+    q, k, v = widen(q), widen(k), widen(v)
     out: Tensor
     out, _ = _GatedDeltaRule.apply(q, k, v, g, beta, None, key_size, packed, qk_l2norm)
     return out if out.shape[-1] == value_size else out[..., :value_size]
@@ -59,16 +57,9 @@ def with_states(
 ) -> tuple[Tensor, Tensor]:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule_with_states`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
-    q, k, v, state = _widen(q), _widen(k), _widen(v), _widen(_widen(initial_state).mT).mT
+    q, k, v, state = widen(q), widen(k), widen(v), widen(widen(initial_state).mT).mT
     out, final = _GatedDeltaRule.apply(q, k, v, g, beta, state, key_size, packed, qk_l2norm)
     return out[..., :value_size], final[..., :key_size, :value_size]
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Append zeros up to a head size of whole cache lines: on odd ones, matrix products depend
-    on the address.
-    """
-    return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
 
 
 class _GatedDeltaRule(Function):

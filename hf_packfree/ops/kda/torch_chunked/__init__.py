@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
+from hf_packfree.ops.chunked.layout import widen
 from hf_packfree.ops.kda.torch_chunked.passes import backward_pass, forward_pass
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
-
-# what head sizes are multiples of
-_WIDTH = 16
 
 
 @uncompiled
@@ -38,16 +35,9 @@ def kda(
 ) -> Tensor:
     """See `hf_packfree.ops.kda.kda`."""
     key_size, value_size = q.shape[-1], v.shape[-1]
-    q, k, v, g = _widen(q), _widen(k), _widen(v), _widen(g)
+    q, k, v, g = widen(q), widen(k), widen(v), widen(g)
     out: Tensor = _KDA.apply(q, k, v, g, beta, key_size, packed, qk_l2norm)
     return out if out.shape[-1] == value_size else out[..., :value_size]
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Append zeros up to a head size of whole cache lines: on odd ones, matrix products depend
-    on the address.
-    """
-    return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
 
 
 class _KDA(Function):

@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
+from hf_packfree.ops.chunked.layout import widen
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.ops.ssd.torch_chunked.passes import backward_pass, forward_pass
 from hf_packfree.packing import PackedSequence, uncompiled
-
-# what head and state sizes are multiples of
-_WIDTH = 16
 
 
 @uncompiled
@@ -30,15 +27,8 @@ def ssd(
 ) -> Tensor:
     """See `hf_packfree.ops.ssd.ssd`."""
     size = x.shape[-1]
-    out: Tensor = _SSD.apply(_widen(x), dt, A, _widen(B), _widen(C), D, packed)
+    out: Tensor = _SSD.apply(widen(x), dt, A, widen(B), widen(C), D, packed)
     return out if out.shape[-1] == size else out[..., :size]
-
-
-def _widen(x: Tensor) -> Tensor:
-    """Append zeros up to a size of whole cache lines: on odd ones, matrix products depend on the
-    address.
-    """
-    return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
 
 
 class _SSD(Function):
