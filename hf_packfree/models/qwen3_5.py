@@ -10,6 +10,7 @@ from hf_packfree.models.base import put_in_front
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import SplitProjections
 from hf_packfree.models.heads import heads_of
+from hf_packfree.models.tiny import delta_net_sizes
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_attention import vision_halves
 from hf_packfree.models.vision_language import PackedVisionLanguage
@@ -34,17 +35,4 @@ def tiny_config() -> configuration.Qwen3_5TextConfig:
     """A model of some 100,000 parameters with every part of the family: 3 linear layers to 1
     full, grouped heads.
     """
-    return configuration.Qwen3_5TextConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        max_position_embeddings=4096,
-    )
+    return configuration.Qwen3_5TextConfig(**delta_net_sizes(intermediate_size=96))

@@ -1,5 +1,4 @@
-"""Sizes that the tiny configurations of vision-language families share, without any family's own
-modeling file.
+"""Sizes that the tiny configurations of families share, without any family's own modeling file.
 
 Each call returns new dicts, because configurations complete those that they are given.
 """
@@ -41,6 +40,37 @@ def qwen3_text_sizes(**own: Any) -> dict[str, Any]:
     sizes = text_sizes(head_dim=16, **own)
     sizes["rope_parameters"]["mrope_interleaved"] = True
     return sizes
+
+
+def delta_net_sizes(**own: Any) -> dict[str, Any]:
+    """Return keywords of a text configuration of Gated DeltaNet: 3 linear layers to 1 full, grouped
+    heads of 16 channels; plus a family's own.
+    """
+    return {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "max_position_embeddings": 4096,
+        **own,
+    }
+
+
+def expert_sizes(**own: Any) -> dict[str, Any]:
+    """Return the same with 4 experts, 2 of which each token goes to."""
+    return delta_net_sizes(
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        **own,
+    )
 
 
 def vision_sizes(**own: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_packfree.ops.attention import attention, attention_with_history
 from hf_packfree.packing import PackedSequence, shard_of
-from hf_packfree.parallel.collectives import heads_to_tokens, left_context, send_heads
+from hf_packfree.parallel.collectives import heads_to_tokens, send_heads, send_left_context
 from hf_packfree.parallel.costs import keys_cost_less
 
 
@@ -62,7 +62,7 @@ def attend_by_keys(
         return attention_with_history(q, k, v, packed, **options)
     # only what other ranks may need
     ends = torch.cat([x[0, x.shape[1] - shard.sent :] for x in (k, v)], 1)
-    left = left_context(ends, shard)[None]
+    left = send_left_context(ends, shard)()[None]
     k, v = torch.cat([left[:, :, :heads], k], 1), torch.cat([left[:, :, heads:], v], 1)
     return attention_with_history(q, k, v, packed, **options)
 

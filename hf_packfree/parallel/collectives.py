@@ -227,7 +227,15 @@ def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
 
 
 def send_left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Callable[[], Tensor]:
-    """Start what `left_context` does; what comes back returns it."""
+    """Start to fetch the last tokens before a shard that belong to its first document, at most
+    `most`. If no document is on several ranks, nothing is sent.
+
+    Args:
+        x: [t, ...], this rank's.
+
+    Returns:
+        A function that waits and returns [h, ...], h = `shard.history`, or `most` if that is less.
+    """
     histories = [
         shard.history(rank) if most is None else min(most, shard.history(rank))
         for rank in range(shard.world)
@@ -243,16 +251,3 @@ def send_left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Ca
         return tails[len(tails) - histories[shard.rank] :]
 
     return receive
-
-
-def left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Tensor:
-    """Return the last tokens before a shard that belong to its first document, at most `most`. If
-    no document is on several ranks, nothing is sent.
-
-    Args:
-        x: [t, ...], this rank's.
-
-    Returns:
-        [h, ...], h = `shard.history`, or `most` if that is less.
-    """
-    return send_left_context(x, shard, most)()
