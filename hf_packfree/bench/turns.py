@@ -1,5 +1,5 @@
-"""Candidates of one benchmark, in turns in one process, so that whatever else the machine does
-hits all of them alike.
+"""Runs the candidates of one benchmark in turns in one process, so that other load on the machine
+slows all of them alike.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ REFUSALS = (
     ImportError,
     MemoryError,
 )
-"""What transformers and its kernels raise at a batch they do not take, and what any step raises
-that does not fit.
+"""What transformers and its kernels raise for a batch that they do not support, or that does not
+fit into memory.
 """
 LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
-"""What to do where memory ran out."""
+"""The advice when memory runs out."""
 
 
 @dataclass
@@ -79,8 +79,8 @@ class Runner:
         self.model(**self.batch, use_cache=False).loss.backward()
 
     def attempt(self, measure: Callable[[], None]) -> None:
-        """Measure; keep as `refused` that memory ran out or that the unpatched model raises:
-        raised by ours it is a defect.
+        """Run `measure`. That memory ran out, or an error of the unpatched model, is kept in
+        `refused`; other errors of the patched model are raised, since they are defects.
         """
         if self.refused is not None:
             return
@@ -142,7 +142,7 @@ def run_bench(
 
 @contextmanager
 def memory_for(options: Options, less: str) -> Iterator[None]:
-    """Use the options' threads in the block, and say what needs less where memory runs out.
+    """Run the block with the options' threads; where memory runs out, say what needs less.
 
     Raises:
         UnsupportedInput: it ran out.

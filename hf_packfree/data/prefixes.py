@@ -31,13 +31,13 @@ class PrefixRow:
     Attributes:
         input_ids: int64 [1, T].
         packed_sequence: the record of its segments.
-        index: of every sample, int64 [n]: the row's token at each of its places.
-        before: int64 [1, T]: the token in front of each one, which predicts it; -1 of a sample's
-            first.
+        index: for each sample, int64 [n]: where its tokens are in the row.
+        before: int64 [1, T]: where the token is that predicts this one, the one before it in its
+            samples; -1 for the first token of a sample.
         counts: int64 [1, T]: how many samples hold each token.
-        labels: int64 [1, T]: each token where a sample has a label, to be predicted by the token
-            in front of it; -100 elsewhere, and of a sample's first.
-        loss_weights: float32 [1, T]: of each label, the sum over the samples that have it.
+        labels: int64 [1, T]: the token itself where some sample has a label, unshifted; -100
+            elsewhere, and for the first token of a sample.
+        loss_weights: float32 [1, T]: for each label, the sum of the weights of its samples.
     """
 
     input_ids: Tensor
@@ -59,16 +59,16 @@ class PrefixRow:
         }
 
     def log_probs(self, hidden: Tensor, model: Any, **options: Any) -> TokenLogProbs:
-        """Return the log-probability of every label after the tokens in front of it in its samples,
-        and what else `token_log_probs` gives; of tokens that several samples hold once.
+        """Return the log-probability of every label given the tokens before it in its samples, and
+        what else `token_log_probs` gives; a token that several samples share is computed once.
 
         The last token of a prefix predicts the first of each branch.
 
         Args:
             hidden: [1, T, D], the text model's last hidden states of `inputs`.
             model: with the head, or the head's last layer.
-            options: of `hf_packfree.token_log_probs`; a temperature by token is that of the token
-                which is predicted.
+            options: of `hf_packfree.token_log_probs`; a temperature for each token is that of the
+                token being predicted.
 
         Returns:
             [1, T] each; 0 where there is no label.

@@ -84,7 +84,7 @@ REQUIREMENTS = (
     _row("pillow", "PIL", "images"),
     _row("matplotlib", "matplotlib", "the pictures of packfree demo and bench"),
 )
-"""To examine one more package, add a row."""
+"""The packages that the doctor examines."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None
 
 
 def without_cuda(package: Package) -> Package:
-    """Return the row of a package for GPUs as it is to be read on a machine without CUDA."""
+    """Return a GPU package's row for a machine without CUDA: absent or unused, without advice."""
     if package.state == "absent":
         return replace(package, advice=None)
     more = f" ({package.reason})" if package.reason else ""

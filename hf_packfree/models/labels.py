@@ -31,8 +31,7 @@ def shifted_labels(
 
     Returns:
         int64 of that shape, all ignored in a batch without documents; None where labels have
-        another shape and each row is one
-        document: upstream knows what they mean.
+        another shape and each row is one document: upstream knows what they mean.
 
     Raises:
         UnsupportedInput: packed rows have labels of another shape.
@@ -170,8 +169,8 @@ def _predicts_nothing(packed: PackedSequence) -> Tensor:
     """bool [1, T]: padding segments, and last tokens of documents that another one follows at once
     in the caller's row.
 
-    A row's last token predicts what its caller says: `labels` say nothing there, `shift_labels`
-    may; in a tree all tokens do.
+    The last token of a row predicts what `shift_labels` says of it; with `labels` it predicts
+    nothing. In a tree every token predicts what `shift_labels` says.
     """
     if packed.tree is not None:
         return torch.zeros_like(packed.seq_idx, dtype=torch.bool)

@@ -96,10 +96,8 @@ def _is_rms_norm(norm: Any, layer: nn.Module) -> bool:
 
 
 def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, ...]:
-    """Return `layer(x)` of each, x [..., D]; where "fused" is "torch", the layers run, or whatever
-    has replaced them.
-
-    Layers that do more than their weights and LoRA say run as modules.
+    """Return `layer(x)` of each, x [..., D], in one fused product where all of them are plain
+    linear layers, with or without LoRA; otherwise, and where "fused" is "torch", call the modules.
     """
     backend = state.kernels_for(x.device, x.dtype)["fused"]
     adapters = FUSED.backend(backend).adapters
@@ -110,8 +108,8 @@ def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, .
 
 
 def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ...] | None:
-    """Return the layers' weights where calling each on x is one product with its weight and nothing
-    else, otherwise None; in the dtype of that product, which under autocast is autocast's.
+    """Return the layers' weights if each layer computes x @ weight.T and nothing else, else None;
+    in the dtype of that product, which under autocast is autocast's.
 
     With `adapters` they may have PEFT's LoRA, and weights in bitsandbytes' 4 bits. None for other
     adapters and quantised layers, hooks, biases, sharded weights, and in compiled graphs. Called

@@ -1,5 +1,5 @@
-"""Types of rotary embedding: of fixed frequencies, or of those that grow with the longest
-position, which a row shares.
+"""Types of rotary embedding: with fixed frequencies, or with frequencies that depend on the longest
+position of a call, which all documents of a row would share.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from hf_packfree.errors import UnsupportedInput, UnsupportedModel
 from hf_packfree.packing import PackedSequence, uncompiled
 
 FIXED = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""What rotates a token by its own position alone; a test compares the table with every type of
+"""Types that rotate a token by its own position alone; a test compares the table with every type of
 the installed release.
 """
 BY_LONGEST = frozenset({"dynamic", "longrope"})
-"""What rotates all tokens of a call otherwise when its longest position is past a limit."""
+"""Types that rotate all tokens of a call differently once its longest position is past a limit."""
 
 
 def has_sections(trunk: Any) -> bool:
@@ -40,8 +40,8 @@ def cos_and_sin(trunk: Any, x: Tensor, positions: Tensor) -> Any:
 
 
 def rope_type(config: Any) -> str:
-    """Return the type of a text config's rotary embedding: where layers differ, one that depends on
-    the longest position, or is not known, if there is one.
+    """Return the type of a text config's rotary embedding. Where layers differ: one that is not
+    known, else one that depends on the longest position, else any.
     """
     types = [str(given.get("rope_type")) for given in _by_layer(config)]
     return max(types, key=lambda name: (name not in FIXED, name not in BY_LONGEST))
@@ -63,7 +63,7 @@ def has_fixed_frequencies(config: Any) -> bool:
 
 
 def check_rope_type(config: Any) -> None:
-    """Refuse a type of which nothing is known.
+    """Refuse a type that is not in the tables above.
 
     Raises:
         UnsupportedModel: documents of a row may share its frequencies.
@@ -79,8 +79,7 @@ def check_rope_type(config: Any) -> None:
 
 @uncompiled
 def check_longest_position(config: Any, packed: PackedSequence, position_ids: Tensor) -> None:
-    """Refuse a row in which a short document would get the frequencies of a long one, where they
-    are not fixed.
+    """Refuse a row whose longest document would change the frequencies of the others.
 
     Args:
         config: of the text model.
@@ -105,7 +104,7 @@ def check_longest_position(config: Any, packed: PackedSequence, position_ids: Te
 
 
 def _limit(config: Any) -> int:
-    """Return up to how many positions frequencies are those of short documents."""
+    """Return the number of positions up to which a document has the frequencies of short ones."""
     if rope_type(config) == "longrope":
         found = (given.get("original_max_position_embeddings") for given in _by_layer(config))
         return min(int(limit) for limit in found if limit is not None)

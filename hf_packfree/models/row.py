@@ -51,10 +51,8 @@ def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor
 
 
 def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
-    """Return the arguments with every tensor [B, S, ...] as its row [1, T, ...]: ids, embeddings,
-    weights per token.
-
-    What belongs to media stays.
+    """Return the arguments with every tensor [B, S, ...], such as ids, embeddings and weights per
+    token, unpadded to the row [1, T, ...]; arguments of media stay as they are.
     """
     rows = {
         name
@@ -68,11 +66,12 @@ def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, 
 
 
 def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = True) -> None:
-    """Put the caller's [B, S] back into the layers' states and router logits that were requested,
-    in place.
+    """Put hidden states and router logits that were requested back into the caller's [B, S], in
+    place.
 
-    Router logits hold real tokens alone unless `count_all`: who gets them without a mask counts
-    every row.
+    Args:
+        count_all: whether router logits have padding too, as upstream's auxiliary loss counts all
+            tokens when it gets no mask; otherwise those of real tokens alone.
     """
     if output.get("hidden_states") is not None:
         layers = output.hidden_states

@@ -1,4 +1,4 @@
-"""Heads whose class is the user's: a subclass of ours and theirs is made when one is patched."""
+"""Heads of a class of the user's own: patching makes a subclass of ours and theirs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Vision towers: one attention call per layer for all images of a packed row, whose lengths are
 read on the host once.
 
-Upstream's own attention is exact, image by image, and waits for the device in every block. It runs
-wherever the batch is upstream's, so that unpacked rows with images stay what they are without us,
+Upstream's own attention is exact too, but calls image by image and synchronises with the device in
+every block. Batches that upstream runs keep it, so that unpacked rows with images stay upstream's
 bit for bit.
 
 Shapes: P patches of all images and frames, H heads, D head size.
@@ -28,10 +28,8 @@ from hf_packfree.packing.marks import ON_HOST, PACKED, SEGMENTS
 
 
 def mark_packed(x: Tensor) -> Tensor:
-    """Return grids [images, 3] that tell the vision tower, or patches that tell their embedding,
-    that their batch is packed.
-
-    It then runs in the patched layers; no copy is made.
+    """Return a view of grids [images, 3], or of patches, that tells the vision tower, or its patch
+    embedding, to run the patched layers, because the batch is packed.
     """
     return PACKED.on_view(x, True)
 
@@ -56,8 +54,8 @@ def segments_of(cu_seqlens: Tensor) -> PackedSequence:
 
 @uncompiled
 def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, Tensor]:
-    """Return upstream's keywords of a tower's forward for what it would make image by image, in
-    short kernels that wait.
+    """Return keywords of upstream's tower that it would otherwise compute image by image on the
+    device, with a synchronisation each.
 
     Args:
         grid: see `PackedVisionTower.forward`.

@@ -1,5 +1,5 @@
-"""What TileLang's kernels need besides packages: the CUDA compiler, and the settings that switch
-them off.
+"""What TileLang's kernels need besides packages: the CUDA compiler, and environment variables that
+switch them off.
 
 Nothing here needs torch, so that the doctor can read it where torch is broken.
 """
@@ -13,7 +13,7 @@ from shutil import which
 
 
 def tilelang_off() -> str | None:
-    """Return the setting by which flash-linear-attention leaves TileLang alone, or None."""
+    """Return the environment variable that keeps flash-linear-attention from TileLang, or None."""
     settings = (("FLA_TILELANG", "0"), ("FLA_DISABLE_BACKEND_DISPATCH", "1"))
     return next(
         (f"{name}={value}" for name, value in settings if os.environ.get(name) == value), None
@@ -21,8 +21,8 @@ def tilelang_off() -> str | None:
 
 
 def flash_qla_off() -> str | None:
-    """Return the setting by which flash-linear-attention leaves FlashQLA alone, which counts
-    here too, or None.
+    """Return the environment variable that keeps flash-linear-attention, and this package, from
+    FlashQLA, or None.
     """
     return "FLA_FLASH_QLA=0" if os.environ.get("FLA_FLASH_QLA") == "0" else None
 

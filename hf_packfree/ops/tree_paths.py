@@ -1,8 +1,8 @@
-"""A row in which documents share their beginnings, see `hf_packfree.packing.tree`, by operations
-that know of documents alone: what a segment reads of its path is gathered in front of it.
+"""Rows of shared prefixes (trees, see `hf_packfree.packing.tree`) on operations that know documents
+only: the tokens that a segment reads of its prefixes are gathered in front of it.
 
-Where the record is bounded, what is gathered is filled up by tokens of the row that nobody reads
-there, whose gradients are zero.
+With a bounded record (CUDA graphs), the gathered row is filled up with tokens whose outputs nobody
+reads and whose gradients are zero.
 
 Attention and the convolution are one call for the whole row, the delta rule is one for each level
 of depth. The gradient of a shared prefix is a sum over its branches, in fp32 (fp64 if the input
@@ -77,8 +77,8 @@ class Levels(NamedTuple):
 
 
 def plan_paths(packed: PackedSequence) -> Longer:
-    """Make a document of every path from a root to a segment that nothing goes on from; what
-    several have is taken from the first.
+    """Make a document of every path from a root to a leaf; of a segment on several paths, the
+    output is read from the first.
     """
     tree = _tree(packed)
     bounds = None if tree.bounds is None else tree.bounds.paths
@@ -209,7 +209,9 @@ class _Gather(Function):
 
 
 class _Take(Function):
-    """Tokens of rows, each to be read in one place: all of `own`, whose gradients are theirs."""
+    """Gathers tokens of rows; a token's gradient is that of its place in `own`, the only one whose
+    output is read.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, own: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -224,7 +226,7 @@ class _Take(Function):
 
 
 class _Read(Function):
-    """What is in some places of rows, each once."""
+    """Reads some places of rows, none twice; the gradient of all others is zero."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:

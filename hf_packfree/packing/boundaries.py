@@ -64,9 +64,7 @@ class RealTokens:
 
     @property
     def after_holes(self) -> Tensor:
-        """bool [M - 1], whether there is padding in the same row between a token and the next
-        one.
-        """
+        """bool [M - 1], whether padding lies between a real token and the next one of its row."""
         return (self.indices.diff() > 1) & ~self.row_changes
 
     def position_of(self, token: int) -> tuple[int, int]:
@@ -85,9 +83,8 @@ class BoundarySpec:
             documents.
         step: by how much `values` grows from a token to the next one of its document: 1 for
             positions, 0 for numbers.
-        covers: the kinds of layers to which upstream hands the padding in it.
-        as_upstream: whether upstream reads the format as it is read here when every row holds one
-            document.
+        covers: the kinds of layers that upstream tells of the padding in this format.
+        as_upstream: whether upstream reads this format as we do when every row holds one document.
     """
 
     name: str
@@ -99,7 +96,7 @@ class BoundarySpec:
 
     @property
     def by_positions(self) -> bool:
-        """Whether documents are told apart by positions, of which padding has some too."""
+        """Whether positions separate the documents; padding tokens have positions too."""
         return self.step == 1
 
     def document_starts(self, tokens: RealTokens) -> Tensor | None:

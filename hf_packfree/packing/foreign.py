@@ -1,5 +1,5 @@
-"""Other libraries' keywords for documents, which upstream ignores: refused, or compared with
-upstream's own.
+"""Other libraries' keywords for documents, which transformers ignores: refused, or compared with
+transformers' own.
 
 Alone they would leak in silence. Together with upstream's they are accepted where both agree,
 because frameworks pass both. Shapes: B rows, S tokens of a row, N documents.
@@ -164,8 +164,8 @@ def longest_of(foreign: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _offsets_of(name: str, given: Any) -> dict[str, Any]:
-    """Return the offsets that an object has; the first is there in any case, to be refused if it
-    is none.
+    """Return the offsets that an object has. `cu_seqlens_q` is always among them, so that an object
+    without it is refused.
     """
     return {f"{name}.cu_seqlens_q": None} | _fields(name, given, "offsets")
 

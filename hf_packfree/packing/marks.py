@@ -1,6 +1,6 @@
-"""Every attribute that we put on an object of torch or transformers, in one place.
+"""Every attribute that this package sets on an object of torch or transformers.
 
-Data travels as arguments, keywords and fields. What is here has no other way, and says why.
+Other data travels as arguments, keywords and fields. Each mark says why it cannot.
 """
 
 from __future__ import annotations

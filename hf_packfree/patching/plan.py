@@ -1,6 +1,4 @@
-"""Plan and check: what would be swapped, and everything that speaks against it, before anything
-changes.
-"""
+"""Plan and check: what would be swapped, and every reason not to, before anything changes."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     """Return the model's family and the swaps it still needs (none when it is patched already).
 
     Raises:
-        UnsupportedModel: no text model is inside, or one that would not keep documents apart, it
-            has a rotary embedding of unknown type, or PEFT's adapters work on whole rows.
+        UnsupportedModel: `model` holds no text model, or one that would not keep documents apart;
+            its rotary embedding is of unknown type; or its PEFT adapters work on whole rows.
         PatchConflict: something else already changed the model where a swap is needed.
         ContractError: a layer is missing, or is not what the family's checkpoints hold.
         BackendUnavailable: the model's attention implementation is not known to keep documents
@@ -83,8 +81,8 @@ def op_sizes(model: nn.Module, family: Family) -> dict[str, int]:
 
 
 def ops_of(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Return what runs in this model: of the family's ops those of a tower and of a head's loss
-    only where it has them.
+    """Return the family's ops that run in this model: those of towers and of the loss only if it
+    has towers, or a head.
     """
     there = {
         "layers": True,
@@ -95,9 +93,7 @@ def ops_of(model: nn.Module, family: Family) -> tuple[str, ...]:
 
 
 def language_heads(model: nn.Module) -> list[PackedHead]:
-    """Return the patched heads with a language model's loss that run, and are not bypassed by a
-    forward of the instance.
-    """
+    """Return the patched language-model heads that no forward of their instance bypasses."""
     heads = (module for module in model.modules() if isinstance(module, PackedHead))
     return [head for head in heads if not _runs_another_forward(head)]
 
@@ -118,8 +114,8 @@ def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> I
 def _optional_steps(
     model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
 ) -> Iterator[ClassSwap]:
-    """A layer of another class, or with a forward of its own instance, is left alone: the record
-    reaches its mixers too.
+    """Leave a layer of another class, or with a forward of its instance, alone: the record still
+    reaches its mixers.
     """
     for name, module in model.named_modules():
         if type(module) in pairs and "forward" not in vars(module):
@@ -153,7 +149,7 @@ def head_swap(module: nn.Module, pairs: Mapping[Any, Any]) -> type[nn.Module] | 
 
 
 def _lets_ours_run(module: Any) -> bool:
-    """Whether nothing on the instance would go past our head: TRL's fused head is taken aside."""
+    """Whether no forward of the instance would bypass our head; TRL's fused one is replaced."""
     return "forward" not in vars(module) or is_fused_head(vars(module)["forward"])
 
 

@@ -1,4 +1,4 @@
-"""A folder of PEFT's adapters, as trainers save it: the model that they are for, and them on it."""
+"""Folders of PEFT adapters, as trainers save them: which model they are for, and loading them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_packfree.errors import UnsupportedModel, in_short
 
 
 def base_of_adapters(folder: str | Path) -> str | None:
-    """Return the name of the model that a folder of adapters is for, or None: it is no such folder.
+    """Return the name of the base model of a folder of adapters, or None if it holds none.
 
     Raises:
         UnsupportedModel: the folder does not say which model.
@@ -32,9 +32,9 @@ def with_adapters(model: Any, folder: str | Path, *, weights: bool = True) -> An
     """Put the adapters of a folder on a model.
 
     Args:
-        model: the model that they are for.
-        folder: of PEFT's.
-        weights: read theirs; otherwise they are as PEFT makes them.
+        model: their base model.
+        folder: as PEFT saves it.
+        weights: whether to load the saved weights; otherwise PEFT initialises new ones.
 
     Raises:
         UnsupportedModel: PEFT cannot, or is not installed.

@@ -1,10 +1,10 @@
-"""FlashQLA's gated delta rule (TileLang): the fastest on Hopper; on Blackwell's data centre chips
-it runs the same way.
+"""FlashQLA's gated delta rule (TileLang): the fastest on Hopper, and the same on Blackwell's data
+centre chips.
 
-Left to itself it cuts long documents into pieces, which run side by side, and drops what decayed
-below e^-10 between them, which depends on what else is in the row; and it reads boundaries back
-from the device. Here neither happens: documents stay whole, and the plan is computed from the
-host's copy. `flash_qla_segments` cuts the long documents of a row of few, which is exact.
+Its own function (`auto_cp`) cuts long documents into pieces that run in parallel, and drops what
+decayed below e^-10 between them, which depends on what else is in the row; and it reads boundaries
+back from the device. Here documents stay whole, and the plan is computed from the host's copy.
+`flash_qla_segments` cuts long documents exactly, where a row has few of them.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _run(
 
 
 class _TwoPasses(Function):
-    """FlashQLA's two passes without the checks and wrappers of its own function, for which short
-    rows would wait; the final state is None without an initial one.
+    """FlashQLA's forward and backward passes without the checks and wrappers of its own function,
+    whose host time shows in short rows; the final state is None without an initial one.
     """
 
     @staticmethod
@@ -171,9 +171,8 @@ def is_known() -> bool:
 
 
 def planned_cu_seqlens(packed: PackedSequence) -> Tensor:
-    """Return the offsets with FlashQLA's plan of chunks attached, computed on the host.
-
-    Its own function takes some operations for each document, while the GPU waits.
+    """Return the offsets with FlashQLA's plan of chunks attached, computed on the host; FlashQLA's
+    own planner launches several operations for each document.
     """
     cu_seqlens: Any = packed.cu_seqlens.clone()
     if not is_known():

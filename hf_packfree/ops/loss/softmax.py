@@ -43,7 +43,7 @@ def softmax_gradient(
     gradient.scatter_add_(1, column, gradient.new_full(column.shape, -1.0))
     if scale != 1:
         gradient.mul_(scale)
-    # elsewhere, looking would take longer
+    # on a GPU, looking would make the host wait
     if not bool(has.all()) if has.device.type == "cpu" else True:
         gradient.mul_(has[:, None])
     return losses.masked_fill(~has, 0), gradient.to(logits.dtype)
@@ -52,10 +52,10 @@ def softmax_gradient(
 def triton_softmax_gradient(
     logits: Tensor, targets: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the same in two reads and a write: the gradient overwrites the logits, whose rows have no
-    gaps.
+    """Do the same with two reads and one write of the logits, which must be contiguous: the
+    gradient overwrites them.
 
-    A target that is no word gives NaN.
+    A target outside of the vocabulary gives NaN.
     """
     from hf_packfree.ops.loss.triton_kernels import softmax_gradient
 

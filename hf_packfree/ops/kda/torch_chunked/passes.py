@@ -41,7 +41,7 @@ _ROWS = 256
 
 class ChunkStates(NamedTuple):
     """What the backward pass keeps of a block: the state before every chunk, the new values, and
-    each window's part.
+    what was prepared for each window.
     """
 
     states: Tensor
@@ -129,7 +129,9 @@ def backward_pass(
 
 
 def _retrace(source: Source, heads: slice, windows: Sequence[Window]) -> ChunkStates:
-    """Run the forward scan once more, and keep its states, and what else no state goes into."""
+    """Run the forward scan again; keep the states before each chunk, and everything that does not
+    depend on a state.
+    """
     space, count, chunk = source.space, heads.stop - heads.start, windows[0].tokens.shape[-1]
     key_size, value_size = source.k.table.shape[1], source.v.table.shape[1]
     rows = (windows[-1].first + windows[-1].num_chunks) * count
