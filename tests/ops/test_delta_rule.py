@@ -70,7 +70,7 @@ def test_values_and_gradients_match_the_recurrence(lengths: list[int], decay: fl
         )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=6),
     heads=st.integers(1, 3),

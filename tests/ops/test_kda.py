@@ -51,7 +51,7 @@ def test_values_and_gradients_match_the_recurrence(decay: str, lengths: list[int
         assert_close(run(kda, [x.to(dtype) for x in inputs], lengths), wanted, tolerance)
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=5),
     heads=st.integers(1, 3),

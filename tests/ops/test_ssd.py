@@ -77,7 +77,7 @@ def test_edges_of_chunks(lengths):
     assert worst(found, wanted, 1e-20)[0] <= EXACT
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=6),
     groups=st.integers(1, 3),

@@ -118,7 +118,7 @@ def errors(found, wanted):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @example(tree=GROUP)
 @example(tree=TURNS)
 @example(tree=CHAIN)
