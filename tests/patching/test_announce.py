@@ -64,8 +64,8 @@ def test_every_door_says_it(shown, capfd, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "hf_packfree: Qwen3_5TextModel patched (" in capfd.readouterr().err
     Accelerator(cpu=True)
-    full_precision = SimpleNamespace(bf16=False, fp16=False)
-    PackFreeCallback().on_init_end(full_precision, None, None, model=tiny())
+    arguments = SimpleNamespace(torch_compile=False)
+    PackFreeCallback().on_init_end(arguments, None, None, model=tiny())
     assert capfd.readouterr().err == LINE
 
 
