@@ -195,17 +195,17 @@ def time_row(
     if note:
         row["note"] = note
     if load.counted:
-        row |= _counted(model, step, clock)
+        row |= _counted(model, step, clock, 1 + len(load.also))
     if profile_to is not None:
         row["kernel_ms"] = profile(step, clock.device, profile_to)
     model.zero_grad(set_to_none=True)
     return row
 
 
-def _counted(model: Any, step: Callable[[], Any], clock: Clock) -> dict[str, Any]:
+def _counted(model: Any, step: Callable[[], Any], clock: Clock, batches: int) -> dict[str, Any]:
     """Return what a short step waits for, and its graphs."""
     in_a_row = [clock.once(step, IN_A_ROW) for _ in range(3)]
-    row: dict[str, Any] = {"in_a_row_ms": median(in_a_row)} | counts(step, clock.device)
+    row: dict[str, Any] = {"in_a_row_ms": median(in_a_row)} | counts(step, clock.device, batches)
     if clock.device == "cuda":
         # a graph's memory counts as free while nothing outlives its replay
         row["reserved_gib"] = torch.cuda.memory_reserved() / 2**30

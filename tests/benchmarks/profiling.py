@@ -63,11 +63,11 @@ def profile(step: Callable[[], Any], device: str, path: Path, top: int = 40) -> 
     return sums
 
 
-def counts(step: Callable[[], Any], device: str) -> dict[str, float]:
+def counts(step: Callable[[], Any], device: str, batches: int = 1) -> dict[str, float]:
     """Return the sum of a step's kernels, their number, and the time in which the host starts them:
-    {"kernels_ms", "launches", "host_ms"}.
+    {"kernels_ms", "launches", "host_ms"}; means of so many steps, whose batches differ.
     """
-    kernels = kernels_of(step, device)
+    kernels = kernels_of(lambda: [step() for _ in range(batches)], device)
     host = []
     for _ in range(5):
         if device == "cuda":
@@ -76,8 +76,8 @@ def counts(step: Callable[[], Any], device: str) -> dict[str, float]:
         step()
         host.append((time.perf_counter() - began) * 1e3)
     return {
-        "kernels_ms": sum(ms for _, ms, _ in kernels),
-        "launches": sum(calls for _, _, calls in kernels),
+        "kernels_ms": sum(ms for _, ms, _ in kernels) / batches,
+        "launches": round(sum(calls for _, _, calls in kernels) / batches),
         "host_ms": median(host),
     }
 
