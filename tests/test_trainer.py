@@ -242,8 +242,8 @@ def test_a_leak_stops_training_at_the_first_batch(tmp_path, monkeypatch):
 def test_options_are_those_of_apply_patches():
     options = {"backend": "torch", "batch_invariant": True, "unpacked": "native", "padded": "lazy"}
     by_callback, model = tiny(), apply_patches(tiny(), **options)
-    full_precision = SimpleNamespace(bf16=False, fp16=False)
-    PackFreeCallback(**options).on_init_end(full_precision, None, None, model=by_callback)
+    arguments = SimpleNamespace(torch_compile=False)
+    PackFreeCallback(**options).on_init_end(arguments, None, None, model=by_callback)
     assert (
         by_callback.model.packfree == model.model.packfree and model.model.packfree.batch_invariant
     )
