@@ -40,9 +40,12 @@ PRIVATE = {
     "_are_functorch_transforms_active": Private(
         "torch 2.13", "torch.func is refused by name", "torch._C"
     ),
-    "_autograd": Private("torch 2.13", "the home of the name below", "torch._C"),
+    "_autograd": Private("torch 2.13", "the home of the names below", "torch._C"),
     "_top_saved_tensors_default_hooks": Private(
         "torch 2.13", "what is offloaded is not computed again", "torch._C._autograd"
+    ),
+    "_saved_tensors_hooks_is_enabled": Private(
+        "torch 2.13", "where hooks are forbidden, nothing is computed again", "torch._C._autograd"
     ),
     "_disabled_torch_function_impl": Private(
         "torch 2.13", "lazy logits dispatch below __torch_function__ alone", "torch._C"

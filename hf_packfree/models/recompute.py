@@ -20,27 +20,40 @@ def recompute_saved(
     result: Tensor, compute: Callable[[], Tensor], enabled: bool
 ) -> AbstractContextManager[Any]:
     """Within the block, autograd keeps `compute` instead of `result`, and calls it when a gradient
-    needs the tensor.
+    needs the tensor. What was changed in place since `compute` returned it is kept.
 
     Args:
         result: what `compute` has just returned; a view that covers all of it counts as it.
         compute: has to return the same tensor, bit for bit, and to hold what it needs.
         enabled: False, and wherever checkpointing or offloading already decides what is kept:
             nothing changes.
+
+    Raises:
+        RuntimeError: in the backward pass, as torch does without hooks, where a tensor that it
+            needs was changed in place after it was kept.
     """
     if not enabled or not torch.is_grad_enabled() or has_saved_tensor_hooks():
         return nullcontext()
-    address, size = result.data_ptr(), result.numel()
+    address, size, version = result.data_ptr(), result.numel(), result._version
 
     def pack(saved: Tensor) -> Any:
         whole = saved.data_ptr() == address and saved.numel() == size and saved.is_contiguous()
-        return saved.shape if whole else saved
+        same = whole and saved._version == version
+        return saved.shape if same else (saved, saved._version)
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        with torch.no_grad():
-            return compute().view(packed)
+        if isinstance(packed, torch.Size):
+            with torch.no_grad():
+                return compute().view(packed)
+        saved, before = packed
+        # torch compares them only where there are no hooks
+        if saved._version != before:
+            raise RuntimeError(
+                f"found a tensor of shape {tuple(saved.shape)} that was changed in place "
+                "between the forward pass and the backward pass, which needs it as it was; wanted "
+                "it unchanged; call backward before optimizer.step() or other changes of weights"
+            )
+        return saved
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -78,6 +91,9 @@ def linear_with_recompute(
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks of gradient checkpointing or activation offloading are in force."""
+    """Whether hooks of gradient checkpointing or activation offloading are in force, or hooks are
+    forbidden (`torch.autograd.graph.disable_saved_tensors_hooks`).
+    """
+    allowed = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
+    return allowed is None or not allowed() or top is None or top(True) is not None

@@ -121,6 +121,9 @@ CHANGES = {
     "a hook on an input's layer": lambda mlp: mlp.up_proj.register_forward_hook(
         lambda layer, args, out: out.relu()
     ),
+    "a hook that writes over the last layer's input": lambda mlp: (
+        mlp.down_proj.register_forward_pre_hook(lambda layer, args: (args[0].mul_(2),))
+    ),
     "a bias": lambda mlp: setattr(mlp.gate_proj, "bias", nn.Parameter(torch.ones(WIDTH))),
     "a frozen last layer": lambda mlp: mlp.down_proj.requires_grad_(False),
     "frozen first layers": lambda mlp: (
@@ -205,6 +208,17 @@ def test_under_autocast_and_offloading_gradients_are_upstreams():
         assert_same_bits(model, x=x)
     with torch.autograd.graph.save_on_cpu():
         assert_same_bits(model, x=x)
+
+
+@pytest.mark.parametrize("layer", ["gate_proj", "up_proj", "down_proj"])
+def test_weights_changed_before_the_backward_pass_are_refused(layer):
+    model = llama_mlp()
+    for mlp in (mlp_of(apply_patches(copy.deepcopy(model))), mlp_of(model)):
+        out = mlp(torch.ones(1, 5, CHANNELS, requires_grad=True))
+        with torch.no_grad():
+            getattr(mlp, layer).weight.mul_(2)
+        with pytest.raises(RuntimeError, match="in ?place"):
+            out.sum().backward()
 
 
 def test_it_is_reported_left_alone_where_something_wraps_it_and_removed():

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.models.recompute import recompute_saved
@@ -83,3 +84,35 @@ def test_without_gradients_nothing_is_arranged():
     with torch.no_grad():
         run(torch.ones(3, 4), torch.ones(4, 4))
     assert run.calls == 1
+
+
+def test_where_hooks_are_forbidden_nothing_is_arranged():
+    run = Counted()
+    with disable_saved_tensors_hooks("forbidden"):
+        found = gradients_of(run)
+    assert all(map(torch.equal, found, gradients_of(plain)))
+    assert run.calls == 1
+
+
+def test_a_weight_that_is_changed_before_the_backward_pass_is_refused():
+    """As torch does without hooks: the gradient of the input would be that of another weight."""
+    for run in (plain, Counted()):
+        x, w = torch.ones(3, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+        out = run(x, w)
+        with torch.no_grad():
+            w.mul_(2)
+        with pytest.raises(RuntimeError, match="in ?place"):
+            out.sum().backward()
+
+
+def test_a_result_that_is_changed_before_it_is_kept_is_kept():
+    def changed(compute):
+        def run(x, w):
+            y = x.sin()
+            with recompute_saved(y, x.sin, compute):
+                return y.mul_(3) @ w
+
+        return run
+
+    for found, wanted in zip(gradients_of(changed(True)), gradients_of(changed(False))):
+        assert torch.equal(found, wanted)
