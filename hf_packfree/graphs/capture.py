@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from hf_packfree.graphs.captured_sequence import NotCapturable
 from hf_packfree.graphs.gradient_buffers import Gradients, borrowed
 from hf_packfree.ops.operation import once_differentiable
 
@@ -94,8 +95,9 @@ class Graph:
             for _ in range(WARM_UP):
                 out = body(*self.inputs)
                 torch.autograd.grad(out, wanted, torch.zeros_like(out), allow_unused=True)
-            del out
         before.wait_stream(pool.stream)
+        refuse_other_leaves(out, wanted)
+        del out
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # other threads pin memory for the next batches meanwhile
         options: Any = {"pool": pool.handle, "stream": pool.stream}
@@ -165,6 +167,28 @@ def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator
     finally:
         for part, name, x in places:
             setattr(part, name, x)
+
+
+def refuse_other_leaves(out: Tensor, wanted: Sequence[Tensor]) -> None:
+    """Refuse a function that reads what needs gradients besides `wanted`: a replay has none for it.
+
+    Such are parameters that a replaced forward, or a list, holds by itself, see `in_the_place_of`.
+
+    Raises:
+        NotCapturable: it does.
+    """
+    known, seen, left = {id(x) for x in wanted}, set(), [out.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise NotCapturable(
+                f"a layer reads a parameter of {tuple(leaf.shape)} from elsewhere than its module"
+            )
+        left += [following for following, _ in node.next_functions]
 
 
 def forget_failed_capture(device: torch.device) -> None:

@@ -43,6 +43,7 @@ class Again(capture.Graph):
     def _capture(self, body, pool, read):
         self.body = body
         out = body(*self.inputs)
+        capture.refuse_other_leaves(out, [x for x in self.inputs if x.requires_grad] + [*read])
         self.nodes = nodes_of(out)
         grads = torch.autograd.grad(out.sum(), read, allow_unused=True)
         self.written = [None if grad is None else grad.clone() for grad in grads]

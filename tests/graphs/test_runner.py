@@ -88,6 +88,29 @@ def test_a_capture_meets_no_node_that_somebody_keeps(model):
     assert graph.parameters == tuple(parameters)
 
 
+def _reads_its_own(mlp, weight):
+    """Let an MLP read a weight that its forward holds."""
+    mlp.forward = lambda x: torch.nn.functional.linear(
+        mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x), weight
+    )
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_parameter_that_a_forward_holds_by_itself_keeps_its_gradients(model, outside):
+    mlp = model.base_model.layers[0].mlp
+    weight = torch.nn.Parameter(torch.ones(64, 96) / 96) if outside else mlp.down_proj.weight
+    _reads_its_own(mlp, weight)
+    found = []
+    for _ in range(3):
+        weight.grad = None
+        hidden(model, ROWS[0]).square().sum().backward()
+        found.append(weight.grad)
+    assert all(torch.equal(found[0], grad) for grad in found[1:])
+    assert of(model).replayed == 0
+    reasons = " ".join(of(model).reasons)
+    assert "a parameter of (64, 96) from elsewhere than its module" in reasons
+
+
 def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
     for seed, lengths in enumerate(ROWS * 3):
         found = hidden(model, lengths, seed)
