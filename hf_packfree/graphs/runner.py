@@ -218,6 +218,9 @@ class Runner:
             why = str(error)
         except RuntimeError as error:
             why = f"the capture failed: {str(error).splitlines()[0]}"
+            # which draw random numbers by the state that the failed capture spoiled
+            self.graphs.clear()
+            self._pool = None
             forget_failed_capture(inputs[0].device)
         else:
             self.graphs[key] = Captured(graph, packed)

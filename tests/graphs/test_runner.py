@@ -547,6 +547,27 @@ def test_a_row_that_ran_elsewhere_leaves_no_look_behind(model):
     assert all(x.grad is None for x in model.base_model.layers[0].parameters())
 
 
+def test_graphs_of_before_a_failed_capture_are_captured_again(model, monkeypatch):
+    """They hold the state of random numbers that the failed capture left unusable."""
+    for seed in range(3):
+        hidden(model, (300, 100), seed).sum().backward()
+    (before,) = of(model).graphs.values()
+
+    class Failing(on_cpu.Again):
+        def _capture(self, *args):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "Graph", Failing)
+        for seed in range(2):
+            hidden(model, ROWS[0], seed).sum().backward()
+    assert not of(model).graphs
+    replayed = of(model).replayed
+    hidden(model, (300, 100)).sum().backward()
+    (after,) = of(model).graphs.values()
+    assert after.graph is not before.graph and of(model).replayed == replayed + 1
+
+
 def test_a_plan_that_is_no_table_is_given_up(model, monkeypatch):
     def refuses(self, packed):
         raise captured_sequence.OtherPlan
