@@ -34,7 +34,8 @@ class GatedMLP(Replacement):
         if not type(gate) is type(up) is Tensor or gate.dtype != up.dtype:
             return self.down_proj(self.act_fn(gate) * up)
         product, again = gated_product(gate, up), partial(gated_product, gate.detach(), up.detach())
-        with recompute_saved(product, again, True):
+        # otherwise the product alone is kept, and nothing would notice that gate or up was changed
+        with recompute_saved(product, again, product.requires_grad):
             return self.down_proj(product)
 
     def _computes_again(self, x: Tensor) -> bool:

@@ -88,6 +88,19 @@ def test_gate_and_up_are_kept_alone():
     assert kept_by(mlp_of(apply_patches(model))) == of_channels + 2 * of_width
 
 
+def test_where_gate_and_up_need_no_gradients_the_product_is_kept_alone(again):
+    """One tensor instead of two, and what becomes of the layers' outputs later is their owner's."""
+    model, outputs = llama_mlp(), []
+    for mlp in (mlp_of(apply_patches(copy.deepcopy(model))), mlp_of(model)):
+        mlp.gate_proj.requires_grad_(False), mlp.up_proj.requires_grad_(False)
+        mlp.up_proj.register_forward_hook(lambda layer, args, out: outputs.append(out))
+        out = mlp(torch.ones(1, 5, CHANNELS))
+        outputs.pop().mul_(3)
+        out.sum().backward()
+        outputs.insert(0, mlp.down_proj.weight.grad)
+    assert torch.equal(*outputs) and len(again) == 1
+
+
 @pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_formula_is_that_of_every_family_whose_row_says_so(family, dtype, again):

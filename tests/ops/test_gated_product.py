@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -57,3 +59,14 @@ def test_it_can_be_differentiated_again():
         seconds.append(torch.autograd.grad(sum(x.square().sum() for x in first), leaves))
     assert all(map(torch.equal, *firsts))
     assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(*seconds))
+
+
+def test_gradients_in_batches_have_the_bits_of_torch():
+    """vmap goes over the backward pass: `is_grads_batched`, and jacobians with `vectorize`."""
+    batch, found = torch.linspace(-2, 2, 5 * 3 * 37).view(5, 3, 37), []
+    for function in (gated_product, by_torch):
+        leaves = inputs()
+        grad = partial(torch.autograd.grad, function(*leaves), leaves, retain_graph=True)
+        found.append((*grad(batch, is_grads_batched=True), *torch.func.vmap(grad)(batch)))
+        assert found[-1][0].shape == (5, 3, 37)
+    assert all(map(torch.equal, *found))
