@@ -99,7 +99,7 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
         num_items_in_batch: int64 scalar, how many are left, 1 at least: a mean over none is 0 and
             not NaN.
     """
-    nothing = packed.cached(_predicts_nothing).to(shifted.device)
+    nothing = _nothing_of(packed).to(shifted.device)
     return _for_the_loss(unpad(shifted, packed).masked_fill(nothing, ignored), ignored)
 
 
@@ -137,9 +137,9 @@ def kept_targets(
             if packed.indices is not None and bool(predicted.any())
             else _for_the_loss(targets, ignored)
         )
-    nothing = kept_tokens(
-        repad(packed.cached(_predicts_nothing), packed), arguments["logits_to_keep"]
-    ).to(targets.device)
+    nothing = kept_tokens(repad(_nothing_of(packed), packed), arguments["logits_to_keep"]).to(
+        targets.device
+    )
     if arguments.get("shift_labels") is None:
         nothing = nothing | F.pad(number.diff() != 0, (0, 1), value=False)
     return _for_the_loss(targets.masked_fill(nothing | (number == 0), ignored), ignored)
@@ -165,7 +165,12 @@ def _for_the_loss(targets: Tensor, ignored: int) -> dict[str, Tensor]:
     }
 
 
-def _predicts_nothing(packed: PackedSequence) -> Tensor:
+def _nothing_of(packed: PackedSequence) -> Tensor:
+    """Return `_predicts_nothing`, kept by shape: records of `for_shape` share what they keep."""
+    return packed.cached(_predicts_nothing, packed.batch_shape)
+
+
+def _predicts_nothing(packed: PackedSequence, batch_shape: tuple[int, int]) -> Tensor:
     """bool [1, T]: padding segments, and last tokens of documents that another one follows at once
     in the caller's row.
 
@@ -180,7 +185,7 @@ def _predicts_nothing(packed: PackedSequence) -> Tensor:
     if packed.indices is None:
         return _ends_on_the_host(packed).to(packed.seq_idx.device, non_blocking=True)
     indices = packed.indices
-    same_row = (indices // packed.batch_shape[1]).diff() == 0
+    same_row = (indices // batch_shape[1]).diff() == 0
     follows = (packed.seq_idx[0].diff() != 0) & (indices.diff() == 1) & same_row
     return F.pad(follows, (0, 1), value=False)[None] | ~packed.is_real()
 

@@ -68,7 +68,7 @@ def test_who_predicts_nothing_is_found_on_the_host(rows, data):
     for row in rows:
         *inner, last = row
         wanted += [[False] * (length - 1) + [True] for length in inner] + [[False] * last]
-    found = _predicts_nothing(packed)[0].split(lengths)
+    found = _predicts_nothing(packed, packed.batch_shape)[0].split(lengths)
     for segment, (mine, its) in enumerate(zip(found, wanted, strict=True)):
         assert mine.tolist() == ([True] * len(its) if segment in padding else its)
 
@@ -396,6 +396,17 @@ def test_a_record_from_the_caller_is_read_for_the_loss():
     cache = model(input_ids=IDS[:1], use_cache=True)[CACHE]
     with pytest.raises(CacheConflict, match=f"found a PackedSequence together with {CACHE}"):
         model(input_ids=IDS[:1], packed_sequence=record, **{CACHE: cache})
+
+
+def test_a_record_of_rows_that_become_one_row_has_the_loss_of_documents():
+    """Each shape of a record has its own last tokens of rows: the next label is none of theirs."""
+    model, ids = apply_patches(tiny()), IDS[:2]
+    record = PackedSequence.from_lengths([4, 5, 3, 6], batch_shape=(2, 9))
+    losses = []
+    for shape in ((2, 9), (1, 18)):
+        row = {"input_ids": ids.view(shape), "labels": ids.view(shape), "use_cache": False}
+        losses.append(model(**row, packed_sequence=record.for_shape(shape)).loss)
+    assert torch.allclose(*losses, rtol=LOSS_TOL)
 
 
 @pytest.mark.parametrize("items", [0.5, torch.tensor(0.25), -3])
