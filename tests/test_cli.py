@@ -109,6 +109,20 @@ def test_models_is_the_table(capsys):
     )
 
 
+def test_models_says_from_which_release_on_and_runs_on_older_ones(capsys, monkeypatch):
+    """Which have no classes of a later family to name."""
+    older = [row for row in by_family.values() if row.floor == "5.2.0"]
+    monkeypatch.setattr("hf_packfree.patching.registry.FAMILIES", older)
+    code, out, _ = run(capsys, "models", "--json", "--verbose")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0 and list(rows) == list(by_family)
+    assert {name for name, row in rows.items() if "swaps" in row} == {row.name for row in older}
+    assert rows["lfm2"]["transformers"] == ">=5.22.0" and rows["llama"]["transformers"] == ">=5.2"
+    code, out, _ = run(capsys, "models", "--verbose")
+    assert code == 0 and "LlamaAttention" in out and "Lfm2ShortConv" not in out
+    assert re.search(r"  lfm2 +text +>=5\.22\.0 +AutoModelForCausalLM: Liquid", out)
+
+
 def test_models_imports_neither_torch_nor_rich():
     """And answers in a tenth of a second, therefore."""
     code = (

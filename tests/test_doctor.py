@@ -523,9 +523,9 @@ def test_supported_models_are_the_table():
 
 
 def test_the_families_that_are_shown_at_once_are_the_tables():
-    """Names, media, and the Auto class that loads what the family's checkpoints are saved from."""
-    media = {row.name: row.media for row in supported_models()}
-    assert {row.name: row.media for row in SERVED} == media
+    """Names, media, releases, and the Auto class that loads what its checkpoints are saved from."""
+    known = {row.name: (row.media, row.transformers) for row in supported_models()}
+    assert {row.name: (row.media, row.transformers) for row in SERVED} == known
     for row in SERVED:
         family, auto = by_family[row.name], getattr(transformers, row.auto_class)
         whole = family.vision_language or family.causal_lm

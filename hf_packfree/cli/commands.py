@@ -123,7 +123,7 @@ def _device(text: str) -> Any:
 
 def models(options: argparse.Namespace) -> int:
     """Show the supported families and the refused ones; with --verbose, the classes that are
-    swapped.
+    swapped in those of the installed transformers.
     """
     from hf_packfree.doctor.families import SERVED
     from hf_packfree.refused_families import by_reason
@@ -134,7 +134,8 @@ def models(options: argparse.Namespace) -> int:
         from hf_packfree.doctor import supported_models
 
         swapped = supported_models()
-        rows = [{**row, **more.as_dict()} for row, more in zip(rows, swapped, strict=True)]
+        parts = {row.name: row.as_dict() for row in swapped}
+        rows = [row | parts.get(row["name"], {}) for row in rows]
     if options.json:
         as_json(rows)
     elif options.quiet:

@@ -65,9 +65,10 @@ def _runs(plan: Plan) -> str:
 
 def served(rows: Sequence[Served]) -> None:
     """Show one row a family: what it serves and how it is loaded."""
-    cells = [("built-in name", "rows of", "Auto class, checkpoints")]
+    cells = [("built-in name", "rows of", "transformers", "Auto class, checkpoints")]
     cells += [
-        (row.name, ", ".join(row.media), f"{row.auto_class}: {row.checkpoints}") for row in rows
+        (row.name, ", ".join(row.media), row.transformers, f"{row.auto_class}: {row.checkpoints}")
+        for row in rows
     ]
     section(f"{len(rows)} families are supported", cells)
     say(

@@ -19,12 +19,14 @@ class Served:
         checkpoints: released ones that it serves.
         auto_class: of transformers, which loads such a checkpoint whole.
         media: what packed rows may hold: "text", "images", "videos", "audio".
+        transformers: the releases that serve it.
     """
 
     name: str
     checkpoints: str
     auto_class: str
     media: tuple[str, ...]
+    transformers: str = ">=5.2"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -75,17 +77,23 @@ SERVED = (
     Served("glm4_moe", "zai-org/GLM-4.5, GLM-4.5-Air, GLM-4.6", _TEXT, ("text",)),
     Served("starcoder2", "bigcode/starcoder2-3b, -7b, -15b", _TEXT, ("text",)),
     Served("afmoe", "arcee-ai/Trinity-Nano, -Mini", _TEXT, ("text",)),
-    Served("gemma4_text", "the text models of google/gemma-4-e2b-it and others", _TEXT, ("text",)),
+    Served(
+        "gemma4_text",
+        "the text models of google/gemma-4-e2b-it and others",
+        _TEXT,
+        ("text",),
+        ">=5.5.0",
+    ),
     Served("deepseek_v3", "deepseek-ai/DeepSeek-V3, -V3.1, -R1", _TEXT, ("text",)),
     Served("glm4_moe_lite", "zai-org/GLM-4.7-Flash", _TEXT, ("text",)),
-    Served("granitemoe_swa", "ibm-granite/granite-swash-3b-a600m", _TEXT, ("text",)),
-    Served("kimi_linear", "moonshotai/Kimi-Linear-48B-A3B", _TEXT, ("text",)),
-    Served("bailing_hybrid", "inclusionAI/Ling-3.0-Flash", _TEXT, ("text",)),
-    Served("lfm2", "LiquidAI/LFM2-350M, -700M, -1.2B, -2.6B", _TEXT, ("text",)),
-    Served("lfm2_moe", "LiquidAI/LFM2-8B-A1B", _TEXT, ("text",)),
-    Served("lfm3", "LiquidAI/LFM3-1.7B", _TEXT, ("text",)),
-    Served("olmo_hybrid", "allenai/Olmo-Hybrid-7B", _TEXT, ("text",)),
-    Served("lara_mini", "translated/Lara-4-Mini-Base", _TEXT, ("text",)),
+    Served("granitemoe_swa", "ibm-granite/granite-swash-3b-a600m", _TEXT, ("text",), ">=5.15.0"),
+    Served("kimi_linear", "moonshotai/Kimi-Linear-48B-A3B", _TEXT, ("text",), ">=5.17.0"),
+    Served("bailing_hybrid", "inclusionAI/Ling-3.0-Flash", _TEXT, ("text",), ">=5.20.0"),
+    Served("lfm2", "LiquidAI/LFM2-350M, -700M, -1.2B, -2.6B", _TEXT, ("text",), ">=5.22.0"),
+    Served("lfm2_moe", "LiquidAI/LFM2-8B-A1B", _TEXT, ("text",), ">=5.22.0"),
+    Served("lfm3", "LiquidAI/LFM3-1.7B", _TEXT, ("text",), ">=5.23.0"),
+    Served("olmo_hybrid", "allenai/Olmo-Hybrid-7B", _TEXT, ("text",), ">=5.15.0"),
+    Served("lara_mini", "translated/Lara-4-Mini-Base", _TEXT, ("text",), ">=5.24.0"),
     Served(
         "granitemoehybrid",
         "ibm-granite/granite-4.0-h-350m, -h-1b, -h-micro, -h-tiny, -h-small",
@@ -98,9 +106,12 @@ SERVED = (
         "nvidia/Nemotron-H-8B, -47B, -56B, NVIDIA-Nemotron-Nano-9B-v2, Nemotron-3-Nano-30B-A3B",
         _TEXT,
         ("text",),
+        ">=5.17.0",
     ),
-    Served("falcon_h1", "tiiuae/Falcon-H1-0.5B, -1.5B, -3B, -7B, -34B", _TEXT, ("text",)),
-    Served("zamba2", "Zyphra/Zamba2-1.2B, -2.7B, -7B", _TEXT, ("text",)),
-    Served("mamba2", "mistralai/Mamba-Codestral-7B-v0.1", _TEXT, ("text",)),
+    Served(
+        "falcon_h1", "tiiuae/Falcon-H1-0.5B, -1.5B, -3B, -7B, -34B", _TEXT, ("text",), ">=5.17.0"
+    ),
+    Served("zamba2", "Zyphra/Zamba2-1.2B, -2.7B, -7B", _TEXT, ("text",), ">=5.17.0"),
+    Served("mamba2", "mistralai/Mamba-Codestral-7B-v0.1", _TEXT, ("text",), ">=5.17.0"),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""
