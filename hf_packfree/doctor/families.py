@@ -111,7 +111,7 @@ SERVED = (
     Served(
         "falcon_h1", "tiiuae/Falcon-H1-0.5B, -1.5B, -3B, -7B, -34B", _TEXT, ("text",), ">=5.17.0"
     ),
-    Served("zamba2", "Zyphra/Zamba2-1.2B, -2.7B, -7B", _TEXT, ("text",), ">=5.17.0"),
+    Served("zamba2", "Zyphra/Zamba2-1.2B, -2.7B, -7B", _TEXT, ("text",), ">=5.15.0"),
     Served("mamba2", "mistralai/Mamba-Codestral-7B-v0.1", _TEXT, ("text",), ">=5.17.0"),
 )
 """To list one more family, add a row; its parts are a row of `patching/registry.py`."""

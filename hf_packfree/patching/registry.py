@@ -250,8 +250,8 @@ ROWS: tuple[Family, ...] = (
         Mixer("hybrid", "mamba_decoder.mamba", "MambaMixer", MAMBA),
         Mixer("hybrid", "shared_transformer.self_attn", "Attention", ("attention",)),
         layers=("MambaDecoderLayer", "HybridLayer"),
-        # in 5.4 its own scan depends on its chunks: .1 to .7 off beyond one of them
-        floor="5.17.0",
+        # up to 5.14 its own scan depends on its chunks: .1 to .7 off beyond one of them
+        floor="5.15.0",
         tiny=TINY["zamba2"],
     ),
     from_upstream(

@@ -17,12 +17,15 @@ from itertools import cycle
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedInput, UnsupportedModel
+from hf_packfree.models import compat
 from hf_packfree.ops.backend import Target
 from hf_packfree.ops.conv import OP as CONV
+from hf_packfree.patching import registry
 from hf_packfree.patching.plan import op_sizes
 from hf_packfree.patching.registry import FAMILIES
 from hf_packfree.patching.registry import ROWS as TABLE
@@ -116,11 +119,21 @@ def test_packed_is_per_document_and_unpatched_leaks(family, record_property):
 
 @pytest.mark.compat
 @pytest.mark.parametrize(
-    "row", [row for row in TABLE if not row.served and is_there(row)], ids=lambda row: row.name
+    "row",
+    [row for row in TABLE if row.floor != "5.2.0" and is_there(row)],
+    ids=lambda row: row.name,
 )
-def test_before_its_floor_it_is_refused(row):
-    with pytest.raises(UnsupportedModel, match=f"found {row.name} on .*; wanted transformers"):
-        apply_patches(tiny(row))
+def test_before_its_floor_it_is_refused(row, monkeypatch):
+    """By the release to install; where the installed one is late enough, as if it were not."""
+    model = tiny(row)
+    if row.served:
+        monkeypatch.setattr(compat, "RELEASE", Version("5.2.0"))
+        monkeypatch.setattr(registry, "FAMILIES", [other for other in TABLE if other.served])
+    classes = [type(module) for module in model.modules()]
+    wanted = re.escape(f"{row.floor} or later; pip install -U 'transformers>={row.floor}'")
+    with pytest.raises(UnsupportedModel, match=f"found {row.name} on .*transformers {wanted}"):
+        apply_patches(model)
+    assert classes == [type(module) for module in model.modules()]
 
 
 @pytest.mark.parametrize(
@@ -298,6 +311,9 @@ def test_it_is_reported_measured_and_removed(family):
     report = patch_report(apply_patches(apply_patches(model)))
     assert (report.family, report.patched) == (family, True)
     assert {row.causal_lm, *row.swaps} == report.swaps.keys()
+    for (name, before_it, _), module in zip(before, model.modules(), strict=True):
+        swapped = before_it.__name__ in report.swaps
+        assert (type(module) is not before_it) == swapped, name
     assert {*row.mixer_ops, "loss"} == report.implementations.keys()
     measured = verify_packing(model, lengths=(5, 17, 1, 9))
     assert measured.family == family and measured.patched.influence == 0
