@@ -120,7 +120,8 @@ ROWS: tuple[Family, ...] = (
     attention_only("qwen3", "Qwen3", *_WINDOWS, mlp="MLP"),
     attention_only("qwen2", "Qwen2", *_WINDOWS, mlp="MLP"),
     attention_only("mistral", "Mistral", mlp="MLP"),
-    attention_only("gemma2", "Gemma2", *_WINDOWS),
+    # of 50, as in its checkpoints, scores of a tiny model would feel nothing
+    attention_only("gemma2", "Gemma2", *_WINDOWS, tiny={"attn_logit_softcapping": 2.0}),
     attention_only("gemma3_text", "Gemma3", *_WINDOWS, upstream="gemma3", text="TextModel"),
     attention_only("gpt_oss", "GptOss", *_WINDOWS, masks_read_positions=False),
     attention_only("qwen3_moe", "Qwen3Moe"),

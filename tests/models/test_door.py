@@ -145,7 +145,9 @@ def test_fp64_is_exact(family, widened):
 
 
 @pytest.mark.parametrize(
-    ("family", "case"), [(CORE[i % len(CORE)], case) for i, case in enumerate([*UNPACKED] * 2)]
+    ("family", "case"),
+    [(CORE[i % len(CORE)], case) for i, case in enumerate([*UNPACKED] * 2)]
+    + [pytest.param(one, "ids", marks=pytest.mark.slow) for one in NAMES[7:]],
 )
 def test_unpacked_is_upstreams_bit_for_bit(family, case):
     assert_upstreams_bits(tiny(family), UNPACKED[case])

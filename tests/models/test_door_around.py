@@ -21,6 +21,7 @@ from hf_packfree import (
     verify_packing,
 )
 from hf_packfree.errors import BackendUnavailable, PatchConflict, UnsupportedInput, UnsupportedModel
+from hf_packfree.models import attention_interface
 from hf_packfree.models.compat import CACHE
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.patching.plan import op_sizes
@@ -38,6 +39,7 @@ from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
     assert_exact,
+    assert_patching_is_exact,
     by_family,
     documents,
     errors,
@@ -46,6 +48,7 @@ from tests.support import (
     run,
     run_alone,
     tiny,
+    trunk_of,
 )
 
 
@@ -193,6 +196,19 @@ def test_frozen_sinks_leave_the_rest_of_the_gradients():
     assert not any(layer.self_attn.sinks.grad is not None for layer in model.model.layers)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "kimi_linear"])
+def test_latent_attention_of_published_sizes(family):
+    """Keys of 192 and values of 128; without rotary embedding in Kimi Linear."""
+    if family not in by_family:
+        pytest.skip(f"this transformers has no {family}")
+    row, heads = by_family[family], {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    model = tiny(replace(row, tiny={**row.tiny, **heads, **sizes}))
+    found = op_sizes(model, row)
+    assert (found["head_size"], found["other_value_size"]) == (192, 128)
+    assert_patching_is_exact(model, row_batch("positions", EDGES))
+
+
 def test_heads_of_512():
     """As Gemma 4's full layers have them, beside 256 in its windows."""
     row = by_family["gemma4_text"]
@@ -203,9 +219,18 @@ def test_heads_of_512():
     assert wide == {256, 512} and op_sizes(model, row)["head_size"] == 512
 
 
-def test_router_losses_count_real_tokens_alone():
+EXPERTS = [
+    getattr(param, "values", (param,))[0]
+    for param in ALL
+    if "router_aux_loss_coef"
+    in by_family[getattr(param, "values", (param,))[0]].tiny_config().to_dict()
+]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_router_losses_count_real_tokens_alone(family):
     """Of a row, of padded rows, and of the documents one by one."""
-    model, batch = apply_patches(tiny("gpt_oss")), padded_batch("right")
+    model, batch = apply_patches(tiny(family)), padded_batch("right")
     real = batch["attention_mask"].bool()
     row = {
         "input_ids": batch["input_ids"][real][None],
@@ -226,23 +251,56 @@ def test_router_losses_count_real_tokens_alone():
     assert all(abs(loss.item() / wanted.item() - 1) <= LOGIT_TOL for loss in losses)
 
 
-def test_dropout_drops_while_training_and_not_in_evaluation():
-    model, batch = tiny("gpt_oss"), row_batch("positions", EDGES)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_router_logits_of_a_text_model_alone(family):
+    """All tokens' where a mask tells who reads them what is padding, real ones' where none does."""
+    model, batch = tiny(family), padded_batch("right")
+    ids, real = batch["input_ids"], batch["attention_mask"].bool()
+    how = {"use_cache": False, "output_router_logits": True}
+    given = {"input_ids": ids, "attention_mask": batch["attention_mask"], **how}
+    wanted = trunk_of(model)(**given).router_logits
+    text = trunk_of(apply_patches(model))
+    numbers = torch.arange(len(ids))[:, None].expand_as(ids).masked_fill(~real, -1)
+    found = text(**given).router_logits
+    alone = text(input_ids=ids, seq_idx=numbers.int(), **how).router_logits
+    for whole, every, some in zip(wanted, found, alone, strict=True):
+        assert every.shape == whole.shape and len(some) == real.sum() < len(whole)
+        expected = whole[real.flatten()]
+        assert relative_rms(every[real.flatten()], expected) <= LOGIT_TOL
+        assert relative_rms(some, expected) <= LOGIT_TOL
+
+
+@pytest.mark.parametrize("family", CORE)
+def test_dropout_drops_while_training_and_not_in_evaluation(family, monkeypatch):
+    model, batch, asked = tiny(family), row_batch("positions", EDGES), []
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.2
+    attend = attention_interface.attention
+    monkeypatch.setattr(
+        attention_interface,
+        "attention",
+        lambda *args, dropout, **more: (
+            asked.append(dropout) or attend(*args, dropout=dropout, **more)
+        ),
+    )
     apply_patches(model)
     assert not torch.equal(model(**batch.inputs).logits, model(**batch.inputs).logits)
+    assert asked == [0.2] * 8
     assert_exact(model.eval(), batch)
+    assert {*asked[8:]} == {0.0}
 
 
 @pytest.mark.parametrize("family", ALL)
 def test_a_cache_is_never_built_of_a_packed_row(family):
     model, batch = apply_patches(tiny(family)), row_batch("positions", EDGES)
     wanted = model(**batch.inputs).logits
+    hidden = trunk_of(model)(**batch.inputs).last_hidden_state
     for use_cache in (True, None):
-        found = model(**{**batch.inputs, "use_cache": use_cache})
+        given = {**batch.inputs, "use_cache": use_cache}
+        found, text = model(**given), trunk_of(model)(**given)
         assert torch.equal(found.logits, wanted) and found.get(CACHE) is None
+        assert torch.equal(text.last_hidden_state, hidden) and text.get(CACHE) is None
 
 
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])

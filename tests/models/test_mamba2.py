@@ -100,6 +100,28 @@ def test_steps_have_limits():
     assert relative_rms(found, wanted) > CONTROL * LOGIT_TOL
 
 
+@pytest.mark.parametrize("family", [name for name in ("nemotron_h", "zamba2") if name in NAMES])
+def test_the_least_step_is_the_configs(family):
+    """It is what the mixer's limits begin with, and most of the steps are below this one."""
+    batch = row_batch("positions", ROW)
+    model = tiny_with(family, time_step_min=0.5)
+    assert {mixer.time_step_limit[0] for mixer in mixers(model)} == {0.5}
+    assert_patching_is_exact(model, batch)
+    with torch.no_grad():
+        loose = apply_patches(tiny(family))(**batch.inputs).logits
+        assert relative_rms(model(**batch.inputs).logits, loose) > CONTROL * LOGIT_TOL
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_granite_with_rotary_embeddings_and_with_experts_or_none(experts):
+    """The tiny config has experts and no positions at all."""
+    fields = {"position_embedding_type": "rope", "num_local_experts": experts}
+    model = tiny_with("granitemoehybrid", **fields)
+    assert model.model.rotary_emb is not None
+    assert (getattr(model.model.layers[0], "block_sparse_moe", None) is not None) == (experts > 0)
+    assert_patching_is_exact(model, row_batch("positions", ROW))
+
+
 @pytest.mark.skipif("falcon_h1" not in NAMES, reason="this transformers has no Falcon-H1 to pack")
 @pytest.mark.parametrize(
     "fields",

@@ -19,7 +19,7 @@ from transformers.models.seed_oss import modeling_seed_oss
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models.compat import RELEASE
-from hf_packfree.patching import selfcheck_unlisted
+from hf_packfree.patching import selfcheck_unlisted, unlisted
 from hf_packfree.patching.registry import ROWS
 from hf_packfree.patching.shrunk import shrunk
 from hf_packfree.refused_families import REFUSED
@@ -134,6 +134,18 @@ def test_others_are_refused_by_name_before_anything_changes(kind):
     ):
         apply_patches(model)
     assert classes == [type(module) for module in model.modules()]
+    assert not patch_report(model).patched
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_the_table_refuses_would_not_be_served_without_it(kind, monkeypatch):
+    """By its classes, its config or its tiny copy; windows where there are any."""
+    monkeypatch.setattr(unlisted, "REFUSED", {})
+    monkeypatch.setattr(selfcheck_unlisted, "_found", {})
+    window = {"sliding_window": 16} if kind in ("phimoe", "doge") else {}
+    model = built(kind, **window)
+    with pytest.raises(UnsupportedModel, match=f"of {kind.removesuffix('_text')}, which is not"):
+        apply_patches(model)
     assert not patch_report(model).patched
 
 

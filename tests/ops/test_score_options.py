@@ -126,6 +126,23 @@ def test_weights_are_dropped_and_sinks_are_not():
         assert relative_rms(torch.stack(draws).mean(0), wanted) <= 0.1
 
 
+@pytest.mark.parametrize("name", ["causal", "window", "softcap", "sinks"])
+def test_as_many_weights_are_dropped_as_is_asked(name):
+    """Values are places, so that outputs are weights: a share of them is zero, and what is left is
+    scaled up.
+    """
+    packed, tokens, dropped = PackedSequence.from_lengths([150, 50]), 200, 0.3
+    q = k = torch.zeros(1, tokens, 1, 8)
+    v = torch.eye(tokens)[None, :, None]
+    options = OPTIONS[name] | ({"sinks": torch.zeros(1)} if name == "sinks" else {})
+    wanted = attention(q, k, v, packed, **options)
+    torch.manual_seed(0)
+    found = attention(q, k, v, packed, dropout=dropped, **options)
+    kept, seen = found != 0, wanted != 0
+    assert (kept <= seen).all() and abs(1 - (kept.sum() / seen.sum()).item() - dropped) <= 0.03
+    assert relative_rms(found[kept], wanted[kept] / (1 - dropped)) <= 1e-6
+
+
 def test_every_token_is_planned_once_and_memory_grows_with_the_window():
     packed = PackedSequence.from_lengths(LENGTHS)
     for window in (None, 1, 16, 33, 64, 500):
