@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing.lazy import LazyTensor
+from hf_packfree.patching.registry import FAMILIES
 from tests.input_formats import row_batch
 from tests.models.padded import IGNORED, all_gradients, padded_batch
 from tests.models.test_heads import vision_language
@@ -54,6 +55,13 @@ def assert_equal_steps(model, batch, **more):
 def test_every_family(family, kind):
     experts = {"output_router_logits": True} if family in ("qwen3_5_moe", "qwen3_next") else {}
     assert_equal_steps(tiny(family), BATCHES[kind](), **experts)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", [row.name for row in FAMILIES if row.made_from_upstream])
+def test_every_family_made_from_upstreams_classes(family, padded):
+    """Padded on the right, where no padding predicts a document's first token."""
+    assert_equal_steps(tiny(family), padded_batch("right") if padded else packed_batch())
 
 
 @pytest.mark.parametrize("kind", BATCHES)
