@@ -57,7 +57,9 @@ def test_every_family(family, kind):
     assert_equal_steps(tiny(family), BATCHES[kind](), **experts)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "padded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "padded"]
+)
 @pytest.mark.parametrize("family", [row.name for row in FAMILIES if row.made_from_upstream])
 def test_every_family_made_from_upstreams_classes(family, padded):
     """Padded on the right, where no padding predicts a document's first token."""
