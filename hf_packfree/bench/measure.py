@@ -59,7 +59,9 @@ def _allocations(step: Callable[[], object]) -> list[dict[str, Any]]:
     profiler: Any = torch.profiler.profile
     with (
         _silent_stderr(),
-        profiler(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        profiler(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile,
     ):
         step()
     with tempfile.TemporaryDirectory() as folder:
