@@ -44,7 +44,6 @@ PRIVATE = {
     "_top_saved_tensors_default_hooks": Private(
         "torch 2.13", "what is offloaded is not computed again", "torch._C._autograd"
     ),
-    "_functorch": Private("torch 2.13", "gradients in batches are told apart", "torch._C"),
     "_saved_tensors_hooks_is_enabled": Private(
         "torch 2.13", "where hooks are forbidden, nothing is computed again", "torch._C._autograd"
     ),

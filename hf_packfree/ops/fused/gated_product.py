@@ -13,12 +13,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import silu
 
-from hf_packfree.packing.compiling import is_transformed
-
-_SILU_BACKWARD = torch.ops.aten.silu_backward.grad_input
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-"""Whether a gradient is many: `is_grads_batched`, and jacobians with `vectorize`."""
-
 
 def gated_product(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up, with the bits of torch's two operations, those of gradients too.
@@ -46,16 +40,10 @@ class _GatedProduct(Function):
             # create_graph=True: in the order in which autograd differentiates silu
             s = gate.sigmoid()
             return d * up * s * (1 + gate * (1 - s)), d * silu(gate)
-        if is_transformed() or _is_batched(d):
-            # vmap cannot write into what it does not batch
-            return torch.ops.aten.silu_backward(d * up, gate), d * silu(gate)
-        d_gate = d_up = None
-        if ctx.needs_input_grad[0]:
-            d_gate = d * up
-            _SILU_BACKWARD(d_gate, gate, grad_input=d_gate)
-        if ctx.needs_input_grad[1]:
-            d_up = silu(gate).mul_(d)
-        return d_gate, d_up
+        needs_gate, needs_up = ctx.needs_input_grad
+        # not in place: gradients may come in batches (vmap)
+        d_gate = torch.ops.aten.silu_backward(d * up, gate) if needs_gate else None
+        return d_gate, d * silu(gate) if needs_up else None
 
 
 __all__ = ["gated_product"]
