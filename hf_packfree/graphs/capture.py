@@ -177,18 +177,24 @@ def refuse_other_leaves(out: Tensor, wanted: Sequence[Tensor]) -> None:
     Raises:
         NotCapturable: it does.
     """
-    known, seen, left = {id(x) for x in wanted}, set(), [out.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
+    known = {id(x) for x in wanted}
+    for leaf in (getattr(node, "variable", None) for node in nodes_of(out)):
         if leaf is not None and id(leaf) not in known:
             raise NotCapturable(
                 f"a layer reads a parameter of {tuple(leaf.shape)} from elsewhere than its module"
             )
-        left += [following for following, _ in node.next_functions]
+
+
+def nodes_of(out: Tensor) -> set[Any]:
+    """Return the nodes of autograd behind a tensor, those of leaves too."""
+    found: set[Any] = set()
+    left: list[Any] = [out.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return found
 
 
 def forget_failed_capture(device: torch.device) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.graphs.capture import nodes_of
 from hf_packfree.ops import launch as launcher
 from hf_packfree.packing import PackedSequence
 from tests.benchmarks.machine import machine
@@ -169,13 +170,7 @@ def _operators(step: Callable[[], None]) -> Counter[str]:
 
 def _nodes(out: Tensor) -> int:
     """The nodes that a backward pass runs, those of parameters not counted."""
-    seen, left = set(), [out.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen and "AccumulateGrad" not in node.name():
-            seen.add(node)
-            left += [before for before, _ in node.next_functions]
-    return len(seen)
+    return sum("AccumulateGrad" not in node.name() for node in nodes_of(out))
 
 
 def enqueue(step: Callable[[], None], device: str, *, busy: bool = False) -> float:

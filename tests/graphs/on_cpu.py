@@ -26,17 +26,6 @@ def tensor_at(address: Address, like: Tensor) -> Tensor:
     return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
 
 
-def nodes_of(out: Tensor) -> set[Any]:
-    """Return the nodes of autograd behind a tensor."""
-    found, left = set(), [out.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            left += [following for following, _ in node.next_functions]
-    return found
-
-
 class Again(capture.Graph):
     """Runs the layers at every replay, on the tensors that a graph would read and write."""
 
@@ -44,7 +33,7 @@ class Again(capture.Graph):
         self.body = body
         out = body(*self.inputs)
         capture.refuse_other_leaves(out, [x for x in self.inputs if x.requires_grad] + [*read])
-        self.nodes = nodes_of(out)
+        self.nodes = capture.nodes_of(out)
         grads = torch.autograd.grad(out.sum(), read, allow_unused=True)
         self.written = [None if grad is None else grad.clone() for grad in grads]
         self.gradients = gradient_buffers.Gradients(self.parameters, self.written, self.written)

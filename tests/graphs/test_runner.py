@@ -16,6 +16,7 @@ from transformers import Qwen3_5ForCausalLM
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.graphs import captured_sequence, runner
+from hf_packfree.graphs.capture import nodes_of
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import captured_layers
 from hf_packfree.models.qwen3_5 import tiny_config
@@ -82,7 +83,7 @@ def test_a_capture_meets_no_node_that_somebody_keeps(model):
         kept[-1].backward()
     graph = next(iter(of(model).graphs.values())).graph
     held = {torch.autograd.graph.get_gradient_edge(one).node for one in parameters}
-    assert held & on_cpu.nodes_of(kept[0]), "the control: the loss keeps them"
+    assert held & nodes_of(kept[0]), "the control: the loss keeps them"
     assert graph.nodes and not held & graph.nodes
     assert all(map(lambda one, its: one is its, parameters, model.base_model.parameters()))
     assert graph.parameters == tuple(parameters)
