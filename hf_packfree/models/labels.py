@@ -183,19 +183,20 @@ def _predicts_nothing(packed: PackedSequence, batch_shape: tuple[int, int]) -> T
     if packed.left_pad_segments:
         return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
     if packed.indices is None:
-        return _ends_on_the_host(packed).to(packed.seq_idx.device, non_blocking=True)
+        ends = _ends_on_the_host(packed, batch_shape[1])
+        return ends.to(packed.seq_idx.device, non_blocking=True)
     indices = packed.indices
     same_row = (indices // batch_shape[1]).diff() == 0
     follows = (packed.seq_idx[0].diff() != 0) & (indices.diff() == 1) & same_row
     return F.pad(follows, (0, 1), value=False)[None] | ~packed.is_real()
 
 
-def _ends_on_the_host(packed: PackedSequence) -> Tensor:
+def _ends_on_the_host(packed: PackedSequence, row_length: int) -> Tensor:
     """The same of a batch that is its row, in few operations: the GPU waits for them."""
     offsets = packed.cu_seqlens_cpu.numpy()
     nothing = np.zeros((1, packed.num_tokens), dtype=bool)
     firsts = offsets[1:-1]
-    nothing[0, firsts[firsts % packed.batch_shape[1] != 0] - 1] = True
+    nothing[0, firsts[firsts % row_length != 0] - 1] = True
     for segment in packed.padding_segments:
         nothing[0, offsets[segment] : offsets[segment + 1]] = True
     return torch.from_numpy(nothing)

@@ -9,15 +9,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from hf_packfree.packing.record import PackedSequence
+from hf_packfree.packing.record import PackedSequence, group_numbers
 
 
 def on_host(packed: PackedSequence) -> PackedSequence:
     """Return the record of the row itself with its tensors on the host, made from what is known
     there: nothing waits for the device, and plans that are made of it take no launches.
     """
-    sizes = np.diff(packed.cu_seqlens_cpu.numpy())
-    numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    _, numbers = group_numbers(np.diff(packed.cu_seqlens_cpu.numpy()))
     return replace(
         packed,
         cu_seqlens=packed.cu_seqlens_cpu,
