@@ -5,6 +5,7 @@ in, for packed rows only.
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,9 +46,12 @@ def attend(
     **words: Any,
 ) -> tuple[Tensor, None]:
     """Attend within `cu_seq_lens_q`; q, k, v are [1, heads, T, D]. As torch 2.11 has it, which
-    groups heads by itself.
+    groups heads by itself; layers with sinks by upstream's flex attention.
     """
     from torch.nn.attention.varlen import varlen_attn
+
+    if words.get("s_aux") is not None:
+        return _by_flex_attention(module, query, key, value, scaling, **words)
 
     # under autocast the rotary embedding leaves fp32, and weights in 4 bits do between norms in
     # fp32, which upstream's flash attention rounds, too
@@ -61,6 +65,44 @@ def attend(
     v = nn.functional.pad(v, (0, wider)) if wider else v
     out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0))
     return out[None, ..., :size], None
+
+
+def _by_flex_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    sliding_window: int | None,
+    s_aux: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    mask = _block_mask(cu_seq_lens_q, sliding_window, query.shape[2])
+    out, _lse = flex_attention_forward(
+        module, query, key, value, mask, scaling=scaling, s_aux=s_aux.to(value.dtype)
+    )
+    return out, None
+
+
+# for layers with a window and those without
+@lru_cache(maxsize=2)
+def _block_mask(ends: Tensor, window: int | None, tokens: int) -> Any:
+    """Return the mask of `flex_attention` for a packed row; made once for the same offsets."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    documents = torch.repeat_interleave(
+        torch.arange(len(ends) - 1, device=ends.device), ends.diff().long(), output_size=tokens
+    )
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        found: Tensor = (query >= key) & (documents[query] == documents[key])
+        return found if window is None else found & (query - key < window)
+
+    return create_block_mask(sees, None, None, tokens, tokens, device=ends.device)
 
 
 def put_mixers_in(upstream: Any) -> None:

@@ -85,7 +85,11 @@ ROWS = {
         _SSD,
     ),
     "gptoss": Row(
-        "gpt-oss 20B ({layers} of 24 layers)", STOCK, "eager attention; leaks: it has no boundaries"
+        "gpt-oss 20B ({layers} of 24 layers)",
+        STOCK,
+        "eager attention; leaks: it has no boundaries",
+        composed=replace(STOCK, composed=True),
+        composed_note="transformers' flex attention, block masks of documents made beforehand",
     ),
     "kimi": Row(
         "Kimi Linear ({layers} of 27 layers, 64 of 256 experts)",

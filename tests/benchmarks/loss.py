@@ -1,5 +1,5 @@
 """A language model's head and its cross entropy alone: ours, Liger's and torch's, beside their
-three matrix products.
+three matrix products; and of heads that divide or cap their logits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from torch import Tensor
 from tests.benchmarks.timing import Clock, Results
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+CAP = 30.0
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logits divided": lambda logits: logits / 8.0,
+    "logits capped": lambda logits: (logits / CAP).tanh() * CAP,
+}
+"""What heads do with their product, as Granite's and Gemma's do."""
 
 
 def head_and_loss(results: Results, clock: Clock, tokens: int, words: int, size: int) -> None:
@@ -31,8 +37,12 @@ def head_and_loss(results: Results, clock: Clock, tokens: int, words: int, size:
         "torch's linear_cross_entropy": partial(_torchs, "auto"),
         "torch's linear_cross_entropy, balanced": partial(_torchs, "balanced"),
     }
+    for name, step in STEPS.items():
+        rows[f"triton, {name}"] = partial(_ours_after, step, "triton")
+        rows[f"upstream, {name}"] = partial(_upstreams_after, step)
+    rows["Liger, logits capped"] = partial(_ligers, CAP)
     if clock.device == "cpu":
-        del rows["triton"], rows["Liger"]
+        rows = {name: row for name, row in rows.items() if not name.startswith(("triton", "Liger"))}
     results.row(workload, "matrix products alone", partial(_products, clock, tokens, words, size))
     for variant, load in rows.items():
         results.row(
@@ -48,10 +58,31 @@ def _ours(backend: str) -> Loss:
     )
 
 
-def _ligers() -> Loss:
+def _ours_after(step: Callable[[Tensor], Tensor], backend: str) -> Loss:
+    """A model's head and loss: logits that nobody makes, what its head does with them, the loss."""
+    from hf_packfree.ops.loss import OP, Targets, head_scales, lazy_logits, loss_of
+
+    chosen: Any = OP.backend(backend)
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = lazy_logits(x, weight)
+        head_scales(logits, True)
+        total = loss_of(step(logits), Targets.of(targets, -100), chosen.softmax_gradient)
+        return total / len(targets)
+
+    return loss
+
+
+def _upstreams_after(step: Callable[[Tensor], Tensor]) -> Loss:
+    return lambda x, weight, targets: torch.nn.functional.cross_entropy(
+        step(x @ weight.t()).float(), targets
+    )
+
+
+def _ligers(softcap: float | None = None) -> Loss:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss = LigerFusedLinearCrossEntropyLoss()
+    loss = LigerFusedLinearCrossEntropyLoss(softcap=softcap)
     return lambda x, weight, targets: loss(weight, x, targets)
 
 

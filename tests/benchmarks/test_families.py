@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AttentionInterface
+from transformers.integrations import flex_attention
 
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import causal_conv1d
@@ -84,6 +85,17 @@ def varlen(q, k, v, ends, _, longest, __, scale=None, window_size=None):
     return attention(*parts, PackedSequence.from_lengths(ends.diff().tolist()), scale=scale)[0]
 
 
+def flex(module, q, k, v, mask, scaling, s_aux):
+    """As transformers' `flex_attention_forward`, which takes no sinks on a CPU."""
+    places = torch.arange(q.shape[2])
+    seen = mask.mask_mod(None, None, places[:, None], places)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scaling).masked_fill(~seen, float("-inf"))
+    sinks = s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return (shares @ v).transpose(1, 2), None
+
+
 @pytest.fixture
 def stand_ins(monkeypatch):
     # before there are any: what a module takes when it is imported, it keeps for other tests
@@ -99,6 +111,7 @@ def stand_ins(monkeypatch):
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(flex_attention, "flex_attention_forward", flex)
     monkeypatch.setattr(mamba_ssm, "_kernel", lambda: scan)
     monkeypatch.setattr(models, "fla_convolution", convolution)
     yield
