@@ -7,7 +7,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.loss import chunked_loss, linear_cross_entropy
+from hf_packfree.ops.loss import (
+    OP,
+    Targets,
+    chunked_loss,
+    head_scales,
+    lazy_logits,
+    linear_cross_entropy,
+    loss_of,
+)
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, packed_row, small
 from tests.support import relative_rms
@@ -87,6 +95,46 @@ def test_half_precision_is_no_farther_from_fp32_than_upstream(backend, dtype, re
     for what, ours, upstream, best in zip(("loss", "x", "weight"), *found.values()):
         limit = max(1.05 * relative_rms(upstream, best), 1e-5)
         record(f"loss, {backend}: {what} in {dtype} against fp32", relative_rms(ours, best), limit)
+
+
+HEADS = {"divided": lambda z: z / 8.0, "capped": lambda z: (z / 3.0).tanh() * 3.0}
+"""As Granite's and Gemma's: the one's number is a power of two, the other's two are inverse."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_that_scale_or_cap_are_no_farther_from_fp32_than_upstream(
+    backend, head, dtype, record
+):
+    """Of the loss, too: logits are rounded where upstream rounds them."""
+    torch.manual_seed(0)
+    x, weight = (
+        torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((TOKENS, SIZE), (WORDS, SIZE))
+    )
+    targets, step = torch.randint(0, WORDS, (TOKENS,), device=DEVICE), HEADS[head]
+    softmax_gradient = OP.backend(backend).softmax_gradient
+    found = {}
+    for name in ("ours", "upstream", "fp32"):
+        leaves = [
+            one.to(torch.float64 if name == "fp32" else dtype).detach().requires_grad_()
+            for one in (x, weight / 8)
+        ]
+        if name == "ours":
+            logits = lazy_logits(*leaves)
+            head_scales(logits, True)
+            loss = loss_of(step(logits), Targets.of(targets, -100), softmax_gradient)
+        else:
+            made = step(leaves[0] @ leaves[1].T)
+            made = made if name == "fp32" else made.float()
+            loss = torch.nn.functional.cross_entropy(made, targets, reduction="sum")
+        loss = loss / (7000 if dtype == torch.bfloat16 else 0.1)
+        found[name] = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    for what, ours, upstream, best in zip(("loss", "x", "weight"), *found.values()):
+        limit = max(1.05 * relative_rms(upstream, best), 1e-5)
+        record(
+            f"loss of logits {head}, {backend}: {what} in {dtype}", relative_rms(ours, best), limit
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.ops.loss.softmax import SoftmaxGradient
+from hf_packfree.ops.loss.softmax import Head, SoftmaxGradient, triton_softmax_gradient
 from hf_packfree.packing.lazy import LazyTensor, Source
 
 _TANH = torch.ops.aten.tanh.default
@@ -48,13 +49,19 @@ class Step:
         return self(gradient)
 
     @property
-    def slope(self) -> float:
-        """How many times as large a gradient may become in `backward`, at most 2**30."""
+    def factor(self) -> float:
+        """What logits are multiplied by; 1 for tanh."""
         if self.function is _TANH:
             return 1.0
-        number = abs(self.numbers[0])
-        multiplies = self.function is torch.ops.aten.mul.Tensor
-        return min(number if multiplies else 1 / max(number, 2.0**-30), 2.0**30)
+        (number,) = self.numbers
+        if self.function is torch.ops.aten.mul.Tensor:
+            return number
+        return 1 / number if number else float("inf")
+
+    @property
+    def slope(self) -> float:
+        """How many times as large a gradient may become in `backward`, at most 2**30."""
+        return min(abs(self.factor), 2.0**30)
 
     def is_undone_by(self, func: Any, args: Any) -> bool:
         """Whether autograd calls this for that gradient."""
@@ -106,12 +113,34 @@ def growth(steps: tuple[Step, ...]) -> float:
     return max(accumulate((step.slope for step in reversed(steps)), mul, initial=1.0))
 
 
+_FACTOR_TANH_FACTOR = (
+    (False,),
+    (True,),
+    (False, True),
+    (True, False),
+    (False, True, False),
+)
+"""The orders that are a `Head`: whether each step is a tanh."""
+
+
+def head_of(steps: tuple[Step, ...]) -> Head | None:
+    """Return what these steps are together: a factor, a tanh and a factor, or some of the three;
+    None where they are something else.
+    """
+    tanhs = tuple(step.function is _TANH for step in steps)
+    if tanhs not in _FACTOR_TANH_FACTOR:
+        return None
+    return Head(steps[0].factor, any(tanhs), steps[-1].factor if any(tanhs) else 1.0)
+
+
 def after_steps(softmax_gradient: SoftmaxGradient, steps: tuple[Step, ...]) -> SoftmaxGradient:
     """Return what gives the losses of what these steps make of a product, and the gradient of that
-    product.
+    product: the Triton kernel itself where it can.
     """
     if not steps:
         return softmax_gradient
+    if softmax_gradient is triton_softmax_gradient and (head := head_of(steps)) is not None:
+        return partial(triton_softmax_gradient, head=head)
 
     def of_product(
         logits: Tensor, targets: Tensor, scale: float | None

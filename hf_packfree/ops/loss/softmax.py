@@ -5,6 +5,7 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,18 +50,28 @@ def softmax_gradient(
     return losses.masked_fill(~has, 0), gradient.to(logits.dtype)
 
 
+class Head(NamedTuple):
+    """What a head does with its product: z = after * tanh(before * logits) where `capped`, else
+    before * logits.
+    """
+
+    before: float = 1.0
+    capped: bool = False
+    after: float = 1.0
+
+
 def triton_softmax_gradient(
-    logits: Tensor, targets: Tensor, scale: float | None
+    logits: Tensor, targets: Tensor, scale: float | None, head: Head | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Do the same with two reads and one write of the logits, which must be contiguous: the
-    gradient overwrites them.
+    gradient overwrites them. With a head, the losses of what it makes of them.
 
     A target outside of the vocabulary gives NaN.
     """
     from hf_packfree.ops.loss.triton_kernels import softmax_gradient
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    wanted = scale is not None
+    wanted, done = scale is not None, head or Head()
     launch(
         softmax_gradient,
         (len(logits),),
@@ -68,12 +79,16 @@ def triton_softmax_gradient(
         targets,
         losses,
         scale if wanted else 1.0,
+        done.before,
+        done.after,
         logits.shape[1],
         GRADIENT=wanted,
+        HEAD=head is not None,
+        CAPPED=done.capped,
         BLOCK=_BLOCK,
         num_warps=16,
     )
     return losses, logits if wanted else None
 
 
-__all__ = ["SoftmaxGradient", "softmax_gradient", "triton_softmax_gradient"]
+__all__ = ["Head", "SoftmaxGradient", "softmax_gradient", "triton_softmax_gradient"]

@@ -8,17 +8,52 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit
+def _tanh(x):
+    """Within 6e-8, as tanh |x| = (1 - exp(-2|x|)) / (1 + exp(-2|x|)), which does not overflow."""
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def _through_head(value, before, after, HEAD: tl.constexpr, CAPPED: tl.constexpr, dtype):
+    """Return z and dz / dvalue: z = after * tanh(before * value) where CAPPED, before * value where
+    HEAD, each operation rounded to the logits' dtype as PyTorch does, else value.
+    """
+    slope = tl.full(value.shape, 1.0, tl.float32)
+    if HEAD:
+        value = (value * before).to(dtype).to(tl.float32)
+        slope = slope * before
+    if CAPPED:
+        bent = _tanh(value).to(dtype).to(tl.float32)
+        value = (bent * after).to(dtype).to(tl.float32)
+        slope = slope * after * (1.0 - bent * bent)
+    return value, slope
+
+
+@triton.jit(do_not_specialize=["scale", "before", "after"])
 def softmax_gradient(
-    logits, targets, losses, scale, words, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    losses,
+    scale,
+    before,
+    after,
+    words,
+    GRADIENT: tl.constexpr,
+    HEAD: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """losses [C] = logsumexp(logits) - logits[target]; logits [C, V] become (softmax - one-hot) *
-    scale where GRADIENT.
+    """losses [C] = logsumexp(z) - z[target], where z is what `_through_head` makes of logits
+    [C, V]; these become (softmax(z) - one-hot) * scale * dz / dlogits where GRADIENT.
 
     Maximum and sum come from one pass (Milakov and Gimelshein, arXiv:1805.02867), per place of a
     block first. The second pass runs backwards, because the end of a row is still in the cache.
     Grid: C tokens.
     """
+    dtype: tl.constexpr = logits.dtype.element_ty
     row = tl.program_id(0)
     target = tl.load(targets + row)
     x = logits + row.to(tl.int64) * words
@@ -29,7 +64,7 @@ def softmax_gradient(
         if GRADIENT:
             for block in range(blocks):
                 at = block * BLOCK + place
-                tl.store(x + at, tl.zeros((BLOCK,), x.dtype.element_ty), mask=at < words)
+                tl.store(x + at, tl.zeros((BLOCK,), dtype), mask=at < words)
     else:
         # finite, so that a place without logits adds nothing
         m_i = tl.full((BLOCK,), -1e38, tl.float32)
@@ -37,20 +72,25 @@ def softmax_gradient(
         for block in range(blocks):
             at = block * BLOCK + place
             value = tl.load(x + at, mask=at < words, other=float("-inf")).to(tl.float32)
+            value, _ = _through_head(value, before, after, HEAD, CAPPED, dtype)
+            if HEAD:
+                value = tl.where(at < words, value, float("-inf"))
             m_new = tl.maximum(m_i, value)
             acc = acc * tl.exp(m_i - m_new) + tl.exp(value - m_new)
             m_i = m_new
         m = tl.max(m_i, 0)
         total = tl.sum(acc * tl.exp(m_i - m), 0)
         chosen = tl.load(x + target, mask=target < words, other=float("nan")).to(tl.float32)
+        chosen, _ = _through_head(chosen, before, after, HEAD, CAPPED, dtype)
         tl.store(losses + row, tl.log(total) + m - chosen)
         if GRADIENT:
             factor = scale / total
             for back in range(blocks):
                 at = (blocks - 1 - back) * BLOCK + place
                 value = tl.load(x + at, mask=at < words, other=0.0).to(tl.float32)
+                value, slope = _through_head(value, before, after, HEAD, CAPPED, dtype)
                 gradient = tl.exp(value - m) * factor - tl.where(at == target, scale, 0.0)
-                tl.store(x + at, gradient.to(x.dtype.element_ty), mask=at < words)
+                tl.store(x + at, (gradient * slope).to(dtype), mask=at < words)
 
 
 @triton.jit

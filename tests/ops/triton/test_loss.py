@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.loss import linear_cross_entropy, softmax
-from hf_packfree.ops.loss.elementwise import Step, after_steps
+from hf_packfree.ops.loss.elementwise import Step, after_steps, head_of
 from tests.support import relative_rms
 
 KERNELS = {"softmax_gradient"}
@@ -60,20 +60,56 @@ def test_the_whole_operation():
         assert relative_rms(found, wanted) <= 1e-6
 
 
-@pytest.mark.parametrize("capped", [False, True], ids=["scaled", "capped"])
-def test_what_a_head_does_between_product_and_loss(capped, launched):
-    """The kernel overwrites what it reads, which the way back must not need."""
-    torch.manual_seed(0)
-    div, mul, tanh = (getattr(torch.ops.aten, one) for one in ("div", "mul", "tanh"))
-    steps = (Step(div.Tensor, (3.0,)),)
-    if capped:
-        steps = (Step(div.Tensor, (0.5,)), Step(tanh.default, ()), Step(mul.Tensor, (0.5,)))
-    logits, targets = 2 * torch.randn(7, 100), torch.randint(100, (7,))
-    leaf = logits.clone().requires_grad_()
-    made = (leaf / 0.5).tanh() * 0.5 if capped else leaf / 3.0
-    wanted = torch.nn.functional.cross_entropy(made, targets, reduction="none")
+DIV, MUL, TANH = (torch.ops.aten.div.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.tanh.default)
+HEADS = {
+    "divided": [(DIV, (3.0,))],
+    "multiplied": [(MUL, (-0.7,))],
+    "bent": [(TANH, ())],
+    "capped": [(DIV, (0.5,)), (TANH, ()), (MUL, (0.5,))],
+    "multiplied, bent": [(MUL, (0.3,)), (TANH, ())],
+    "bent, multiplied": [(TANH, ()), (MUL, (4.0,))],
+    "multiplied twice": [(MUL, (0.3,)), (MUL, (7.0,))],
+    "bent twice": [(TANH, ()), (TANH, ())],
+}
+
+
+# the interpreter cuts bf16 off instead of rounding it; a GPU test has bf16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", HEADS)
+def test_what_a_head_does_between_product_and_loss(name, dtype, launched, monkeypatch):
+    """Rounded as PyTorch rounds it; the kernel overwrites what it reads, which the way back must
+    not need.
+    """
+    monkeypatch.setattr(softmax, "_BLOCK", 64)
+    generator = torch.Generator().manual_seed(0)
+    steps = tuple(Step(*step) for step in HEADS[name])
+    logits = (2 * torch.randn(7, 100, generator=generator)).to(dtype)
+    targets = torch.randint(100, (7,), generator=generator)
+    targets[2] = -1
+    leaf = made = logits.clone().requires_grad_()
+    for step in steps:
+        made = step.function(made, *step.numbers)
+    made = made.float()
+    wanted = torch.nn.functional.cross_entropy(made, targets, reduction="none", ignore_index=-1)
+    # from the rounded values on in fp32, which the kernel rounds once
     (gradient,) = torch.autograd.grad(wanted.sum(), leaf)
-    found = after_steps(softmax.triton_softmax_gradient, steps)(logits, targets, 1.0)
+    fused = "twice" not in name
+    assert (head_of(steps) is not None) == fused
+    found = after_steps(softmax.triton_softmax_gradient, steps)(logits.clone(), targets, 1.0)
     torch.testing.assert_close(found[0], wanted.detach(), rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(found[1], gradient, rtol=1e-5, atol=2e-6)
+    exact = dtype == torch.float32
+    torch.testing.assert_close(
+        found[1], gradient, rtol=1e-5 if exact else 2**-6, atol=2e-6 if exact else 2**-12
+    )
+    alone = after_steps(softmax.triton_softmax_gradient, steps)(logits.clone(), targets, None)
+    assert alone[1] is None and torch.equal(alone[0], found[0])
     assert launched == KERNELS
+
+
+def test_a_head_leaves_no_large_logits():
+    """What is beyond a cap is the cap, with a gradient of zero."""
+    logits = torch.tensor([[1e30, -1e30, 3.0, 0.0]])
+    head = softmax.Head(before=1 / 30.0, capped=True, after=30.0)
+    losses, gradient = softmax.triton_softmax_gradient(logits, torch.tensor([2]), 1.0, head)
+    assert losses.tolist() == pytest.approx([27.01], abs=1e-2)
+    assert gradient[0, :2].tolist() == [0.0, 0.0] and gradient[0, 2] < -0.9
