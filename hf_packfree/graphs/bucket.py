@@ -4,13 +4,14 @@ the same sizes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import filled
+from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.tree import Size, Tree, TreeSizes
 
 STEPS = 16
@@ -113,7 +114,7 @@ def in_bucket(packed: PackedSequence, bucket: Bucket) -> PackedSequence:
     if packed.tree is None:
         return row
     tree = packed.tree.padded(bucket.tokens - packed.num_tokens, bucket.tree)
-    return replace(row, tree=tree)
+    return replaced(row, tree=tree)
 
 
 def lengthened(row: Tensor, bucket: Bucket, dim: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +37,6 @@ class OtherPlan(Exception):
     """A row's plan does not fit into the one that was captured."""
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class CapturedSequence(PackedSequence):
     """A record that keeps every plan made from it, with the call that made it.
 
@@ -47,13 +45,15 @@ class CapturedSequence(PackedSequence):
         building: how many plans are being made: only these may read what differs between rows.
     """
 
-    made: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
-    building: list[None] = field(default_factory=list)
+    made: list[tuple[Callable[..., Any], tuple[Any, ...], Any]]
+    building: list[None]
 
     @classmethod
     def of(cls, packed: PackedSequence) -> CapturedSequence:
         """Return such a record of the same row, with no plan yet."""
-        return cls(**{**vars(packed), "_memo": {}})
+        captured = cls(**{**vars(packed), "_memo": {}})
+        vars(captured).update(made=[], building=[])
+        return captured
 
     def __getattribute__(self, name: str) -> Any:
         if name in _OF_ONE_ROW and not object.__getattribute__(self, "building"):

@@ -32,6 +32,7 @@ from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
 from hf_packfree.packing import PackedSequence, repad, shard_of, uncompiled
 from hf_packfree.packing.marks import COUNTED, CountedMedia
 from hf_packfree.packing.mrope_rows import is_text
+from hf_packfree.packing.opaque import replaced
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """The keyword of each kind of media."""
@@ -243,7 +244,7 @@ def share_media(
     if ids is None:
         return row, local
     held, features = held_media(row, media, media_of(source, media), ids, shard)
-    return row | held, replace(local, shard=replace(shard, features=features))
+    return row | held, replaced(local, shard=replace(shard, features=features))
 
 
 def read_media(

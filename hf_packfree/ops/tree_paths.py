@@ -14,7 +14,6 @@ Shapes: T tokens of the row, P of the longer row that is gathered, N segments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch.autograd import Function
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.packing.bounded import filled
+from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.record import Integers
 from hf_packfree.packing.tree import ROOT, Size, Tree
 
@@ -292,7 +292,7 @@ def _longer(
         lengths.append(sum(map(len, parts)))
         unread.append(before)
     record, found = _row(packed, lengths, np.concatenate(tokens), bounds)
-    record = replace(record, unread=tuple(unread))
+    record = replaced(record, unread=tuple(unread))
     plan = found, own, *plan_shared(found, own, bounds is not None)
     return Longer(record, *(_to(torch.from_numpy(one), device) for one in plan))
 

@@ -4,11 +4,10 @@ shapes.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
+from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.record import PackedSequence, group_numbers
 
 
@@ -17,7 +16,7 @@ def on_host(packed: PackedSequence) -> PackedSequence:
     there: nothing waits for the device, and plans that are made of it take no launches.
     """
     _, numbers = group_numbers(np.diff(packed.cu_seqlens_cpu.numpy()))
-    return replace(
+    return replaced(
         packed,
         cu_seqlens=packed.cu_seqlens_cpu,
         seq_idx=torch.from_numpy(numbers)[None],
@@ -45,7 +44,7 @@ def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) ->
     if spare:
         of_padding = seq_idx.new_full((1, spare), packed.num_segments)
         seq_idx = torch.cat([seq_idx, of_padding], 1)
-    return replace(
+    return replaced(
         packed,
         cu_seqlens=offsets.to(device, non_blocking=True),
         cu_seqlens_cpu=offsets,

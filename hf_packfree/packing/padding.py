@@ -6,11 +6,10 @@ Both run on their tensor's device: with layers on several devices that is not al
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
+from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.record import PackedSequence
 
 
@@ -107,4 +106,4 @@ def with_left_pad_tokens(packed: PackedSequence, indices: Tensor) -> PackedSeque
         padding_segments=left_pads,
         plain=packed.plain,
     )
-    return replace(longer, left_pad_segments=left_pads)
+    return replaced(longer, left_pad_segments=left_pads)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.compiling import uncompiled_when_called
+from hf_packfree.packing.opaque import opaque, replaced
 from hf_packfree.packing.tree import Tree
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, I
     return offsets, segment, number
 
 
+@opaque
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSequence:
     """Where each document starts and ends in one row of T tokens; built once per forward, never
@@ -225,7 +227,7 @@ class PackedSequence:
         """
         packed = cls.from_lengths(segment_lengths, device=device)
         tree = Tree.of(packed.lengths, parents)
-        return packed if tree.is_flat else replace(packed, tree=tree)
+        return packed if tree.is_flat else replaced(packed, tree=tree)
 
     @property
     def num_segments(self) -> int:
@@ -354,7 +356,7 @@ class PackedSequence:
         """
         if tuple(shape) == self.batch_shape:
             return self
-        return replace(self, batch_shape=(1, self.num_tokens), indices=None)
+        return replaced(self, batch_shape=(1, self.num_tokens), indices=None)
 
     def cached(self, build: Callable[..., _Plan], *args: Any) -> _Plan:
         """Return `build(self, *args)`, computed at most once per record, so that all layers share
@@ -383,7 +385,7 @@ class PackedSequence:
         """
         if self.cu_seqlens.device == torch.device(device):
             return self
-        return replace(
+        return replaced(
             self,
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             seq_idx=self.seq_idx.to(device, non_blocking=non_blocking),

@@ -7,7 +7,7 @@ Shapes: T tokens of the whole row, W ranks, t = T / W tokens of a shard.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.record import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
 
@@ -149,7 +150,7 @@ def shard_row(
         ],
     )
     left = tuple(number for number, segment in enumerate(held) if segment in row.left_pad_segments)
-    return replace(local, shard=shard, left_pad_segments=left)
+    return replaced(local, shard=shard, left_pad_segments=left)
 
 
 def shard_of(packed: PackedSequence) -> RowShard:
@@ -183,4 +184,4 @@ def _divisible(packed: PackedSequence, world: int) -> PackedSequence:
         plain=packed.plain,
         padding_segments=(*packed.padding_segments, packed.num_segments),
     )
-    return replace(row, left_pad_segments=packed.left_pad_segments)
+    return replaced(row, left_pad_segments=packed.left_pad_segments)

@@ -22,6 +22,7 @@ from hf_packfree.models.sharded_media import mark_kept
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.mtp import MTPOptions, training
 from hf_packfree.packing import pad_row, shard_row
+from hf_packfree.packing.opaque import replaced
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.attention import SHARED, attend_by_heads
 from hf_packfree.verify.first_batch import first_batch_influence
@@ -378,7 +379,7 @@ def over_the_row(q, k, v, packed, *args, **options):
     shard = dataclasses.replace(
         packed.shard, row=PackedSequence.from_lengths([packed.shard.row.num_tokens])
     )
-    return attend_by_heads(q, k, v, dataclasses.replace(packed, shard=shard), *args, **options)
+    return attend_by_heads(q, k, v, replaced(packed, shard=shard), *args, **options)
 
 
 def first_batch(model) -> float:
