@@ -54,6 +54,16 @@ def widened(monkeypatch):
     widen(monkeypatch)
 
 
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
 # tests/fakes is on the path only where the runner puts it (tests/compat/run.py)
 if find_spec("fake_kernels"):
     import_module("fake_kernels").show_to_transformers()

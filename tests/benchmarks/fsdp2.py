@@ -8,7 +8,8 @@ A step is forward with head and loss, backward and fused AdamW, as accelerate se
 layer and the model sharded, parameters gathered in bf16, gradients reduced in fp32
 (`MixedPrecisionPolicy`). "tokens" are a rank's, "real_tokens_per_s" all ranks' together, "ms" and
 "peak_gib" the slowest and the fullest rank's. "packfree, one GPU" has bf16 weights and no shards;
-beside DDP's rows it has the weights that they have, under autocast.
+beside DDP's rows it has the weights that they have, under autocast. Rows of other `SHARDINGS` say in
+their name how they are wrapped.
 """
 
 from __future__ import annotations
@@ -36,6 +37,32 @@ from tests.benchmarks.timing import Clock, end_if_failed
 from tests.benchmarks.workloads import COMPOSED, PACKFREE, PUT_IN, STANDS_IN, UNPATCHED_CONV
 
 
+class Sharding(NamedTuple):
+    """How a model is wrapped.
+
+    Attributes:
+        layers: so many are gathered, and their gradients reduced, at once.
+        kept: gathered weights stay until the backward pass.
+        ahead: so many groups are gathered before they are needed; 0: as FSDP2 does by itself.
+        whole_base: of adapters: they alone are sharded, all in one group; what they adapt is whole
+            on each rank, in bf16.
+    """
+
+    layers: int = 1
+    kept: bool = False
+    ahead: int = 0
+    whole_base: bool = False
+
+
+SHARDINGS = {
+    "weights kept": Sharding(kept=True),
+    "groups of 4 layers": Sharding(layers=4),
+    "groups of 4 layers, weights kept": Sharding(layers=4, kept=True),
+    "gathered two ahead": Sharding(ahead=2),
+    "frozen weights whole": Sharding(whole_base=True),
+}
+
+
 class Row(NamedTuple):
     """What is measured: a workload by the name of its results, what runs, and of which tokens."""
 
@@ -45,6 +72,7 @@ class Row(NamedTuple):
     tokens: int
     parallel: str = "fsdp2"
     note: str = ""
+    sharding: Sharding = Sharding()
 
 
 def rows_of() -> list[Row]:
@@ -82,7 +110,23 @@ def rows_of() -> list[Row]:
     beside = find_spec("fla") and find_spec("liger_kernel")
     # stock finds no memory for the logits of 32k tokens, and a rank that fails ends all
     others = [row for row in others if row.name != "unpatched packed" or row.tokens < TOKENS]
-    return [*ours, *alone, *(others if beside else []), *data_parallel(), *compiled]
+    wrapped = [each for row in ours for each in wrapped_otherwise(row)]
+    return [*ours, *alone, *(others if beside else []), *data_parallel(), *compiled, *wrapped]
+
+
+def wrapped_otherwise(row: Row) -> list[Row]:
+    """Return the rows of the same model in other wrappings."""
+    rows = [
+        row._replace(name=f"{row.name}, {name}", sharding=sharding)
+        for name, sharding in SHARDINGS.items()
+        if row.variant.lora or not sharding.whole_base
+    ]
+    return [
+        each._replace(variant=replace(each.variant, fp32=False))
+        if each.sharding.whole_base
+        else each
+        for each in rows
+    ]
 
 
 def data_parallel() -> list[Row]:
@@ -103,13 +147,24 @@ def data_parallel() -> list[Row]:
     ]
 
 
-def shard(model: Any, device: str) -> None:
-    """Shard each layer and the rest over all ranks, in place."""
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+def shard(model: Any, device: str, sharding: Sharding = Sharding()) -> None:
+    """Shard the layers and the rest over all ranks, in place."""
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    layers, size = [*model.model.layers], sharding.layers
+    if sharding.whole_base:
+        options["ignored_params"] = {one for one in model.parameters() if not one.requires_grad}
+        layers = []
+    groups = [layers[start : start + size] for start in range(0, len(layers), size)]
+    for group in groups:
+        fully_shard(group, reshard_after_forward=not sharding.kept, **options)
+    fully_shard(model, **options)
+    firsts = [group[0] for group in groups if sharding.ahead]
+    for i, first in enumerate(firsts):
+        first.set_modules_to_forward_prefetch(firsts[i + 1 : i + 1 + sharding.ahead])
+        first.set_modules_to_backward_prefetch(firsts[max(i - sharding.ahead, 0) : i][::-1])
 
 
 def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:
@@ -123,7 +178,7 @@ def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:
     with variant_of(SHAPES["tiny" if tiny else "2b"], row.variant, device, dtype) as model:
         called = model
         if row.parallel == "fsdp2":
-            shard(model, device)
+            shard(model, device, row.sharding)
         elif row.parallel:
             called = DistributedDataParallel(model)
             called.config = model.config
@@ -148,6 +203,8 @@ def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:
 
 def weights_of(row: Row) -> str:
     """Say what the weights are kept in."""
+    if row.sharding.whole_base:
+        return "fp32 shards of adapters, bf16 compute, bf16 base"
     if row.parallel == "fsdp2":
         return "fp32 shards, bf16 compute"
     return "fp32" if row.variant.fp32 else "bf16"

@@ -28,15 +28,6 @@ PROJECTIONS = 31
 """Of the tiny model: 8 in each of three Gated DeltaNet layers, 7 in the attention layer."""
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def answers(model: nn.Module) -> dict[str, torch.dtype | None]:
     """Return what is to hold, of each projection, the dtype in which it is multiplied, or None
     where it is called; filled by the forward pass.

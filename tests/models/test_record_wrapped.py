@@ -21,15 +21,6 @@ RECORDS = {
 
 
 @pytest.fixture
-def one_rank(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
 def made(monkeypatch):
     """The plans that have been made, of any record, by how often."""
     found, cached = Counter[str](), PackedSequence.cached
