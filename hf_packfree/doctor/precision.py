@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_packfree.ops.fused import OP as FUSED
+from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.report import NOT_FUSED
 
@@ -39,7 +39,8 @@ def _fused_layers(family: Family) -> str | None:
     """Name the linear layers that run in fused kernels; None: none does."""
     if family.fused_layer:
         return "linear layers"
-    classes = [mixer.cls for mixer in family.mixers if FUSED.name in mixer.ops]
+    fused = {op.name for op in OPS.values() if op.linear_layers}
+    classes = [mixer.cls for mixer in family.mixers if fused.intersection(mixer.ops)]
     return f"linear layers of {', '.join(classes)}" if classes else None
 
 

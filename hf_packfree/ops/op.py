@@ -33,22 +33,27 @@ class Op(Generic[B]):
         backends: {name: backend}, the preferred ones first; the last of them runs everywhere.
         leaks: what crosses document boundaries where upstream's own runs, as half a sentence; None:
             nothing, it is here for speed.
+        leaks_sometimes: whether that is so for some forms of input alone, because transformers
+            reads boundaries in others.
         where: what of a model calls it: token mixers ("layers"), the head with its loss ("head"),
             vision and audio towers ("towers").
         compiled: the backend that runs under torch.compile; None: the chosen one.
         loaded: whether the attention implementation that a model or a tower was loaded with runs
             instead, unless that is "sdpa".
         slow_in_eager: whether PyTorch eager takes many times as long on a GPU in float32, too.
+        linear_layers: whether the layers' linear layers run in it, unless it runs on "torch".
         across_ranks: how ranks that hold parts of a row share it; None: they cannot.
     """
 
     name: str
     backends: Mapping[str, B]
     leaks: str | None = None
+    leaks_sometimes: bool = False
     where: Literal["layers", "head", "towers"] = "layers"
     compiled: str | None = None
     loaded: bool = False
     slow_in_eager: bool = False
+    linear_layers: bool = False
     across_ranks: AcrossRanks | None = None
 
     def backend(self, name: str) -> B:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.ops.attention import OP as ATTENTION
 from hf_packfree.ops.backend import Fault
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.invariance import warn_of_rounding
@@ -49,7 +50,7 @@ def announce(model: nn.Module, state: PatchState, autocast: torch.dtype | None =
     for op, reason in report.why.items():
         if isinstance(reason, Fault) and op not in slow:
             warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
-    if state.cuda_half["attention"] != "torch" and drops_out(model):
+    if state.cuda_half[ATTENTION.name] != "torch" and drops_out(model):
         logger.warning(
             "attention runs in PyTorch eager on this GPU while training: the kernels lack "
             "attention_dropout"

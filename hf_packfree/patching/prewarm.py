@@ -12,6 +12,7 @@ from torch import nn
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import head_loss
 from hf_packfree.models.state import state_of
+from hf_packfree.ops.loss import OP as LOSS
 from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
 from hf_packfree.patching.plan import language_heads, trunks
@@ -34,7 +35,7 @@ def prewarm(model: nn.Module) -> float:
     `bf16=True` of a Trainer does. Kernels depend on head counts and sizes, dtype and GPU, not on
     the length of a row. One of fla-core 0.6.0 does: its norm of q and k, which its delta rule calls
     if the convolution is not ours. It is tuned once for every 65,536 heads of tokens (4,096
-    tokens of 16 heads), so where "conv" is forced to another, much longer rows tune again.
+    tokens of 16 heads), so where another one is forced, much longer rows tune again.
 
     FlashQLA and flash-linear-attention compile for minutes the first time on a machine;
     TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep what was compiled. Weights,
@@ -88,7 +89,7 @@ def _run_loss(head: Any) -> None:
     weight = head.get_output_embeddings().weight.detach()
     if torch.is_autocast_enabled(weight.device.type):
         weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-    backend = state_of(head).kernels_for(weight.device, weight.dtype)["loss"]
+    backend = state_of(head).kernels_for(weight.device, weight.dtype)[LOSS.name]
     x = weight.new_zeros(2, weight.shape[1]).requires_grad_()
     targets = torch.zeros(2, dtype=torch.int64, device=weight.device)
     torch.autograd.grad(linear_cross_entropy(x, weight, targets, backend=backend), x)

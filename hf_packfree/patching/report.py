@@ -147,7 +147,8 @@ class PatchReport:
         further += [f"{name}: {reason}" for name, reason in self.left_alone.items()]
         further += [self.context_parallel] if self.context_parallel else []
         further += [self.cuda_graphs] if self.cuda_graphs else []
-        further += [] if "fused" in self.implementations else [NOT_FUSED]
+        fused = any(OPS[op].linear_layers for op in self.implementations)
+        further += [] if fused else [NOT_FUSED]
         further += [called_in_words(self.called)] if self.called else []
         further += [self.autocast] if self.autocast else []
         further += [f"on this machine's GPUs, {op}: {why}" for op, why in self.why.items()]
@@ -156,8 +157,9 @@ class PatchReport:
     def _when(self) -> str:
         """Return when packed rows leak: transformers masks attention alone for some inputs."""
         mixers = {op for row in FAMILIES if row.name == self.family for op in row.mixer_ops}
-        leaking = {op for op in mixers if OPS[op].leaks is not None}
-        return " with some forms of input" if leaking == {"attention"} else ""
+        leaking = [OPS[op] for op in mixers if OPS[op].leaks is not None]
+        sometimes = leaking and all(op.leaks_sometimes for op in leaking)
+        return " with some forms of input" if sometimes else ""
 
     def _exactness(self) -> str:
         if self.rounding is not None:
@@ -195,6 +197,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     # a head that the model does not run through is not counted
     run = (part for part in swapped if not (isinstance(part, heads) and is_bypassed(part)))
     runs = _implementations(state, family, model)
+    fused = any(OPS[op].linear_layers and name != "torch" for op, name in runs.items())
     return replace(
         found,
         patched=any(isinstance(module, trunk) for module in swapped),
@@ -209,7 +212,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         long_documents={} if state.batch_invariant else _long_documents(model, family, runs),
         left_alone=unpatched_heads(model, family),
         called=_called(model, family, state),
-        autocast=_autocast_in_words(model, family) if runs.get("fused", "torch") != "torch" else "",
+        autocast=_autocast_in_words(model, family) if fused else "",
         rounding=why_rounding(model, family, runs, a_parameter(model))
         if state.batch_invariant
         else "batch_invariant is off",
@@ -338,8 +341,9 @@ def _implementations(state: PatchState, family: Family, model: nn.Module) -> dic
         if loaded not in ours:
             runs[op] = f"{loaded} (the model's)"
     made = (why_logits_are_made(head) for head in language_heads(model))
-    if runs.get("loss", "upstream") != "upstream" and (why := next(filter(None, made), None)):
-        runs["loss"] = f"upstream, because {why}"
+    if (why := next(filter(None, made), None)) is not None:
+        of_head = (op for op in runs if OPS[op].where == "head" and runs[op] != "upstream")
+        runs |= dict.fromkeys(of_head, f"upstream, because {why}")
     return runs
 
 

@@ -66,6 +66,7 @@ _VARLEN = frozenset({"window", "other_value_size"})
 OP = Op(
     name="attention",
     leaks="keys of other documents are visible, or hidden behind a T x T mask",
+    leaks_sometimes=True,
     backends={
         "triton": AttentionBackend(
             triton_native.attend,

@@ -58,6 +58,7 @@ OP = Op(
     },
     # which fuses by itself what does not mix tokens
     compiled="torch",
+    linear_layers=True,
 )
 """In a model's layers "torch" means upstream's own modules, or what replaced them; here it is
 the reference. `gated_product` alone has one way, in PyTorch.
