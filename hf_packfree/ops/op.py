@@ -71,7 +71,7 @@ class Op(Generic[B]):
         found = self.backends[bare]
         return found if bare == name else found.for_every_row()
 
-    def batch_invariant(self, name: str) -> str:
+    def for_every_row(self, name: str) -> str:
         """Return what to call a backend by for the same bits in every row: as ever, where it has no
         other way.
         """

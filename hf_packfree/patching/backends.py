@@ -120,7 +120,7 @@ def _choose(
             kind = Fault if any(isinstance(reason, Fault) for reason in refused.values()) else str
             why[op] = kind("; ".join(f"not {name}: {because}" for name, because in refused.items()))
     if batch_invariant:
-        names = {op: OPS[op].batch_invariant(name) for op, name in names.items()}
+        names = {op: OPS[op].for_every_row(name) for op, name in names.items()}
     return Kernels(names), why
 
 

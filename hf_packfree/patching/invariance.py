@@ -35,9 +35,6 @@ _RELEASES = {
     if row.batch_invariant and row.name != "torch"
 }
 """How the version of each package began there."""
-"""(outputs, inputs) of the published models' products, which torch's library computed alike in
-rows of any length.
-"""
 
 MEDIA_ROUND = "those with images, videos or audio agree up to rounding"
 """Towers' products see all patches of a call."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
+from hf_packfree.models.state import find_state
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import FAMILIES, family_of
@@ -21,7 +22,6 @@ from hf_packfree.patching.unlisted import name_of, text_model, why_not_patched
 from hf_packfree.verify.model_source import build_model
 from hf_packfree.verify.packing_report import Limits, Measurement, PackingReport, limits_for
 from hf_packfree.verify.probe import Probe, prepared
-from hf_packfree.verify.ranks import settings_of
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
 """Documents shorter than the convolution, around the 64-token chunk, and of one token."""
@@ -128,9 +128,9 @@ def verify_packing(
             f"model, of {', '.join(row.name for row in FAMILIES)} or others; pass one"
         )
     _refuse_unmeasurable(model)
-    patches = patch_report(model)
+    state = find_state(model)
     # documents alone would run in the patched layers too
-    ours = patches.batch_invariant or patches.unpacked == "native" or settings_of(model) is not None
+    ours = state is not None and state.runs_unpacked
     reference = partial(patches_lifted, model) if ours else nullcontext
     probe = Probe(
         model,
