@@ -126,6 +126,7 @@ class RoutedAttention(Replacement):
     upstream's forward with the record.
     """
 
+    endings = ("Attention",)
     inputs = "q_proj", "k_proj", "v_proj"
     follows_trees = True
 

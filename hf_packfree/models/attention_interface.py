@@ -37,6 +37,7 @@ class InterfaceAttention(Replacement):
     A flash attention that the model was loaded with runs itself, on boundaries.
     """
 
+    endings = ("Attention",)
     attends_for = "sdpa", "eager"
     follows_trees = True
 

@@ -29,6 +29,8 @@ from hf_packfree.ops.attention.towers import tower_attention
 class PackedAudioTower(Replacement):
     """Put in front of a family's audio tower."""
 
+    endings = ("AudioEncoder",)
+
     def forward(
         self,
         input_features: Tensor | None = None,
@@ -84,6 +86,8 @@ class PackedAudioAttention(Replacement):
     """Put in front of an audio tower's attention: our op where the model runs sdpa; it calls the
     projections.
     """
+
+    endings = ("AudioAttention",)
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attend within windows of audios [T, H * D].

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from inspect import signature
+from inspect import isclass, signature
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -41,6 +41,8 @@ class Replacement(nn.Module):
     packfree_home: ClassVar[str] = ""
     upstream: ClassVar[Any] = None
     """The modeling module of the class that it is put in front of."""
+    endings: ClassVar[tuple[str, ...]] = ()
+    """How the names of the classes end that it is put in front of, see `classes_of`."""
     inputs: ClassVar[tuple[str, ...]] = ()
     """The names of the linear layers that the packed branch multiplies the module's input with,
     all at once.
@@ -155,23 +157,32 @@ def stands_for(upstream: Any) -> Callable[[_Class], _Class]:
 _Half = type[Replacement]
 
 
-def put_in_front(
-    upstream: Any,
-    home: str,
-    halves: Mapping[str, type[Replacement] | tuple[type[Replacement], ...]],
-) -> dict[str, type[Replacement]]:
+def classes_of(upstream: Any, home: str, *halves: _Half) -> dict[str, _Half]:
+    """Return {name: our class} of the classes of the modeling module `upstream` whose names end as
+    one of the halves says; the longest ending decides, and of several halves that have it the last.
+    """
+    by_ending = {ending: half for half in halves for ending in half.endings}
+    found: dict[str, _Half] = {}
+    for name, cls in vars(upstream).items():
+        fitting = [ending for ending in by_ending if name.endswith(ending)]
+        own = isclass(cls) and cls.__module__ == upstream.__name__
+        if own and fitting and not name.endswith("PreTrainedModel"):
+            found[name] = by_ending[max(fitting, key=len)]
+    return put_in_front(upstream, home, found)
+
+
+def put_in_front(upstream: Any, home: str, halves: Mapping[str, _Half]) -> dict[str, _Half]:
     """Return {name: our class} of classes of the modeling module `upstream`, each with what is put
     in front of it.
 
     Args:
         home: of ours, where pickling finds them: see `replacements`.
-        halves: {name: one class, or several}.
+        halves: {name: what is put in front}.
     """
     made: dict[str, _Half] = {}
     for name, half in halves.items():
-        bases = half if isinstance(half, tuple) else (half,)
-        fields = {"__module__": home, "__doc__": bases[0].__doc__}
-        made[name] = stands_for(upstream)(type(name, (*bases, getattr(upstream, name)), fields))
+        fields = {"__module__": home, "__doc__": half.__doc__}
+        made[name] = stands_for(upstream)(type(name, (half, getattr(upstream, name)), fields))
     return made
 
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from functools import cache, partial
 from importlib import import_module
-from inspect import isclass, signature
+from inspect import signature
 from typing import Any
 
 from hf_packfree.models.attention_interface import InterfaceAttention, register
-from hf_packfree.models.base import Replacement, put_in_front
+from hf_packfree.models.base import classes_of
 from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
 from hf_packfree.models.gated_mlp import GatedMLP
 from hf_packfree.models.heads import KINDS, heads_of
@@ -20,19 +20,16 @@ from hf_packfree.models.record_head import RecordHead
 from hf_packfree.models.short_conv import PackedShortConv
 from hf_packfree.models.trunk import PackedTrunk
 
-HALVES: dict[str, type[Replacement] | None] = {
-    "PreTrainedModel": None,
-    "DeltaAttention": PackedKimiDeltaAttention,
-    "HybridGatedDeltaNet": SeparateProjections,
-    "GatedDeltaNet": SplitProjections,
-    "ShortConv": PackedShortConv,
-    "MambaLayer": PackedMamba2,
-    "Mixer": PackedMamba2,
-    "Attention": InterfaceAttention,
-    "MLP": GatedMLP,
-    "Model": PackedTrunk,
-}
-"""{how the name of a class ends: what is put in front of it}; the first that fits."""
+HALVES = (
+    PackedKimiDeltaAttention,
+    SeparateProjections,
+    SplitProjections,
+    PackedShortConv,
+    PackedMamba2,
+    InterfaceAttention,
+    GatedMLP,
+    PackedTrunk,
+)
 
 
 @cache
@@ -42,18 +39,12 @@ def replacements(name: str) -> dict[str, Any]:
     """
     register()
     upstream, home = import_module(name), f"{__name__}:{name}"
-    own = (cls for cls in vars(upstream).values() if isclass(cls) and cls.__module__ == name)
-    halves = {cls.__name__: half for cls in own if (half := _half_of(cls.__name__)) is not None}
-    ours: dict[str, Any] = dict(put_in_front(upstream, home, halves))
+    ours: dict[str, Any] = dict(classes_of(upstream, home, *HALVES))
     heads = heads_of(upstream, home, {"Mamba2ForCausalLM": RecordHead} | KINDS)
     config = next(
         (getattr(upstream, head).config_class for head in heads if "CausalLM" in head), None
     )
     return ours | heads | {"HEADS": heads, "tiny_config": partial(tiny_config, config)}
-
-
-def _half_of(name: str) -> type[Replacement] | None:
-    return next((half for ending, half in HALVES.items() if name.endswith(ending)), None)
 
 
 _TINY: dict[str, Any] = {

@@ -26,6 +26,8 @@ class FusedDecoderLayer(Replacement):
     each pair).
     """
 
+    endings = ("DecoderLayer",)
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Hand the record to the mixer when it comes down, run as upstream otherwise.
 

@@ -28,6 +28,7 @@ class PackedGatedDeltaNet(ConvMixer):
     to upstream.
     """
 
+    endings = ("GatedDeltaNet",)
     follows_trees = True
     norm_name: ClassVar[str] = "norm"
     output_name: ClassVar[str] = "out_proj"
@@ -161,6 +162,7 @@ class SeparateProjections(PackedGatedDeltaNet):
     beta may be twice as large, which lets the state change its sign.
     """
 
+    endings = ("HybridGatedDeltaNet",)
     norm_name = "o_norm"
     output_name = "o_proj"
     inputs = "q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"

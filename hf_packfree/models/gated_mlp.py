@@ -24,6 +24,8 @@ class GatedMLP(Replacement):
     upstream's bits, those of gradients too, so that it need not know what a row holds.
     """
 
+    endings = ("MLP",)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., D] of x [..., D]; for gradients on a CPU, keep gate and up [..., F] alone,
         not silu(gate) nor the product.

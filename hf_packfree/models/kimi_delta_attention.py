@@ -28,6 +28,8 @@ class PackedKimiDeltaAttention(ConvMixer):
     weights, which some families keep in fp32 whatever the model's dtype, are read.
     """
 
+    endings = ("DeltaAttention",)
+
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state, heads = state_of(self), (self.num_heads, self.num_heads)
         mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)

@@ -28,6 +28,8 @@ class PackedMamba2(ConvMixer):
     reads weights past their adapters: the packed branch comes before it, and calls the modules.
     """
 
+    endings = "MambaLayer", "Mixer"
+
     def _mix(self, hidden_states: Tensor, packed: PackedSequence) -> Tensor:
         state, sizes = state_of(self), (self.intermediate_size, self.conv_dim, self.num_heads)
         gate, mixed, dt = self._project(hidden_states).split(sizes, -1)

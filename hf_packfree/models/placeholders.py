@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.models.base import Replacement
+from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.packing.marks import PLACES
 
 
@@ -50,7 +50,7 @@ def _places(mask: Tensor, count: int) -> Tensor:
     )
 
 
-class PackedDeepstack(Replacement):
+class PackedDeepstack(PackedTrunk):
     """Put in front of a text model that adds features of images to the states between its first
     layers.
     """

@@ -11,7 +11,7 @@ from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl as configura
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as upstream
 
 from hf_packfree.models.attention import PackedAttention
-from hf_packfree.models.base import put_in_front
+from hf_packfree.models.base import classes_of
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import PLACEHOLDERS, text_sizes, vision_sizes
 from hf_packfree.models.trunk import PackedTrunk
@@ -38,17 +38,15 @@ class MultimodalRotaryAttention(PackedAttention):
         return super()._rotate(q, k, cos, sin)
 
 
-CLASSES = put_in_front(
+CLASSES = classes_of(
     upstream,
     __name__,
-    {
-        "Qwen2_5_VLAttention": MultimodalRotaryAttention,
-        "Qwen2_5_VLTextModel": PackedTrunk,
-        "Qwen2_5_VLModel": PackedVisionLanguage,
-        "Qwen2_5_VisionTransformerPretrainedModel": PackedVisionTower,
-        "Qwen2_5_VisionPatchEmbed": PackedPatchEmbedding,
-        "Qwen2_5_VLVisionAttention": PackedVisionAttention,
-    },
+    MultimodalRotaryAttention,
+    PackedTrunk,
+    PackedVisionLanguage,
+    PackedVisionTower,
+    PackedPatchEmbedding,
+    PackedVisionAttention,
 )
 HEADS = heads_of(upstream, __name__)
 globals().update(CLASSES | HEADS)

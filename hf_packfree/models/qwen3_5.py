@@ -6,26 +6,24 @@ from transformers.models.qwen3_5 import configuration_qwen3_5 as configuration
 from transformers.models.qwen3_5 import modeling_qwen3_5 as upstream
 
 from hf_packfree.models.attention import GatedQKNormAttention
-from hf_packfree.models.base import put_in_front
+from hf_packfree.models.base import classes_of
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import SplitProjections
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import delta_net_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import vision_halves
+from hf_packfree.models.vision_attention import VISION_HALVES
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
-CLASSES = put_in_front(
+CLASSES = classes_of(
     upstream,
     __name__,
-    {
-        "Qwen3_5GatedDeltaNet": SplitProjections,
-        "Qwen3_5Attention": GatedQKNormAttention,
-        "Qwen3_5DecoderLayer": FusedDecoderLayer,
-        "Qwen3_5TextModel": PackedTrunk,
-        "Qwen3_5Model": PackedVisionLanguage,
-        **vision_halves("Qwen3_5Vision"),
-    },
+    SplitProjections,
+    GatedQKNormAttention,
+    FusedDecoderLayer,
+    PackedTrunk,
+    PackedVisionLanguage,
+    *VISION_HALVES,
 )
 HEADS = heads_of(upstream, __name__)
 globals().update(CLASSES | HEADS)

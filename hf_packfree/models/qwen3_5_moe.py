@@ -6,26 +6,24 @@ from transformers.models.qwen3_5_moe import configuration_qwen3_5_moe as configu
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as upstream
 
 from hf_packfree.models.attention import GatedQKNormAttention
-from hf_packfree.models.base import put_in_front
+from hf_packfree.models.base import classes_of
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import SplitProjections
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import expert_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import vision_halves
+from hf_packfree.models.vision_attention import VISION_HALVES
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
-CLASSES = put_in_front(
+CLASSES = classes_of(
     upstream,
     __name__,
-    {
-        "Qwen3_5MoeGatedDeltaNet": SplitProjections,
-        "Qwen3_5MoeAttention": GatedQKNormAttention,
-        "Qwen3_5MoeDecoderLayer": FusedDecoderLayer,
-        "Qwen3_5MoeTextModel": PackedTrunk,
-        "Qwen3_5MoeModel": PackedVisionLanguage,
-        **vision_halves("Qwen3_5MoeVision"),
-    },
+    SplitProjections,
+    GatedQKNormAttention,
+    FusedDecoderLayer,
+    PackedTrunk,
+    PackedVisionLanguage,
+    *VISION_HALVES,
 )
 HEADS = heads_of(upstream, __name__)
 globals().update(CLASSES | HEADS)

@@ -10,7 +10,7 @@ from transformers.models.qwen3_next import configuration_qwen3_next as configura
 from transformers.models.qwen3_next import modeling_qwen3_next as upstream
 
 from hf_packfree.models.attention import GatedQKNormAttention
-from hf_packfree.models.base import Sizes, put_in_front, size_of_linear
+from hf_packfree.models.base import Sizes, classes_of, size_of_linear
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.models.heads import heads_of
@@ -55,15 +55,13 @@ class InterleavedProjections(PackedGatedDeltaNet):
         }
 
 
-CLASSES = put_in_front(
+CLASSES = classes_of(
     upstream,
     __name__,
-    {
-        "Qwen3NextGatedDeltaNet": InterleavedProjections,
-        "Qwen3NextAttention": GatedQKNormAttention,
-        "Qwen3NextDecoderLayer": FusedDecoderLayer,
-        "Qwen3NextModel": PackedTrunk,
-    },
+    InterleavedProjections,
+    GatedQKNormAttention,
+    FusedDecoderLayer,
+    PackedTrunk,
 )
 HEADS = heads_of(upstream, __name__)
 globals().update(CLASSES | HEADS)

@@ -14,12 +14,11 @@ from hf_packfree.models import compat
 from hf_packfree.models.absent_media import run_with_absent_media
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.audio_tower import PackedAudioAttention, PackedAudioTower
-from hf_packfree.models.base import put_in_front
+from hf_packfree.models.base import classes_of, put_in_front
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
-from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import vision_halves
+from hf_packfree.models.vision_attention import VISION_HALVES
 from hf_packfree.models.vision_language import (
     PackedVisionLanguage,
     keep_record_from_towers,
@@ -49,20 +48,16 @@ class ThinkerHead(PackedHead):
         return super()._forward_as_row(forward, arguments)
 
 
-_NAMES = "Qwen3OmniMoe"
-_HEAD = f"{_NAMES}ThinkerForConditionalGeneration"
-_MODEL = {} if compat.THINKER_HOLDS_TOWERS else {f"{_NAMES}ThinkerModel": PackedVisionLanguage}
-CLASSES = put_in_front(
+_HEAD = "Qwen3OmniMoeThinkerForConditionalGeneration"
+CLASSES = classes_of(
     upstream,
     __name__,
-    {
-        f"{_NAMES}ThinkerTextAttention": QKNormAttention,
-        f"{_NAMES}ThinkerTextModel": (PackedDeepstack, PackedTrunk),
-        f"{_NAMES}AudioEncoder": PackedAudioTower,
-        f"{_NAMES}AudioAttention": PackedAudioAttention,
-        **vision_halves(f"{_NAMES}Vision", "Encoder"),
-        **_MODEL,
-    },
+    QKNormAttention,
+    PackedDeepstack,
+    PackedVisionLanguage,
+    *VISION_HALVES,
+    PackedAudioTower,
+    PackedAudioAttention,
 )
 HEADS: dict[str, Any] = put_in_front(
     upstream, __name__, {_HEAD: ThinkerHead if compat.THINKER_HOLDS_TOWERS else PackedHead}

@@ -6,23 +6,20 @@ from transformers.models.qwen3_vl_moe import configuration_qwen3_vl_moe as confi
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as upstream
 
 from hf_packfree.models.attention import QKNormAttention
-from hf_packfree.models.base import put_in_front
+from hf_packfree.models.base import classes_of
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
-from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import vision_halves
+from hf_packfree.models.vision_attention import VISION_HALVES
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
-CLASSES = put_in_front(
+CLASSES = classes_of(
     upstream,
     __name__,
-    {
-        "Qwen3VLMoeTextAttention": QKNormAttention,
-        "Qwen3VLMoeTextModel": (PackedDeepstack, PackedTrunk),
-        "Qwen3VLMoeModel": PackedVisionLanguage,
-        **vision_halves("Qwen3VLMoeVision"),
-    },
+    QKNormAttention,
+    PackedDeepstack,
+    PackedVisionLanguage,
+    *VISION_HALVES,
 )
 HEADS = heads_of(upstream, __name__)
 globals().update(CLASSES | HEADS)

@@ -22,6 +22,7 @@ class PackedShortConv(ConvMixer):
     a token, whose window stops at every document's edge.
     """
 
+    endings = ("ShortConv",)
     follows_trees = True
     conv_name = "conv"
 

@@ -28,6 +28,8 @@ class PackedTrunk(Replacement):
     gradient checkpointing.
     """
 
+    endings = "TextModel", "Model"
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's forward; every argument and output keeps upstream's meaning and shape.
 

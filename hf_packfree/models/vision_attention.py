@@ -88,6 +88,8 @@ def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, T
 class PackedVisionTower(Replacement):
     """Put in front of a family's vision tower: tells its blocks whether the batch is packed."""
 
+    endings = "VisionModel", "VisionEncoder", "VisionTransformerPretrainedModel"
+
     def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
         """Run upstream's forward.
 
@@ -110,6 +112,8 @@ class PackedPatchEmbedding(Replacement):
     one matrix product.
     """
 
+    endings = ("VisionPatchEmbed",)
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Embed patches [P, channels of all their pixels] to [P, D]."""
         parts = patch_weights(self.proj, hidden_states) if PACKED.of(hidden_states) else None
@@ -125,6 +129,8 @@ class PackedVisionBlock(Replacement):
 
     For families whose norms are layer norms: each, and the residual sum before it, is one kernel.
     """
+
+    endings = ("VisionBlock",)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's forward, or for packed batches the same with norms fused [P, D]."""
@@ -154,6 +160,8 @@ class PackedVisionAttention(Replacement):
 
     The projections are called, so that adapters on them count.
     """
+
+    endings = ("VisionAttention",)
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attend within images [P, H * D].
@@ -194,13 +202,9 @@ class PackedVisionAttention(Replacement):
         return {"tower_head_size": layer.qkv.in_features // layer.num_heads}
 
 
-def vision_halves(names: str, tower: str = "Model") -> dict[str, type[Replacement]]:
-    """Return {name: what is put in front} of a tower's classes, whose names begin alike; `tower` is
-    how its own ends.
-    """
-    return {
-        f"{names}{tower}": PackedVisionTower,
-        f"{names}PatchEmbed": PackedPatchEmbedding,
-        f"{names}Block": PackedVisionBlock,
-        f"{names}Attention": PackedVisionAttention,
-    }
+VISION_HALVES = (
+    PackedVisionTower,
+    PackedPatchEmbedding,
+    PackedVisionBlock,
+    PackedVisionAttention,
+)

@@ -44,6 +44,8 @@ GRIDS = (SIZES["image"], SIZES["video"])
 class PackedVisionLanguage(Replacement):
     """Put in front of a family's vision-language model."""
 
+    endings = ("Model",)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if PackedVisionLanguage in cls.__bases__:

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +17,10 @@ from torch import nn
 import hf_packfree
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
+from hf_packfree.models.base import classes_of
+from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
+from hf_packfree.models.trunk import PackedTrunk
+from hf_packfree.models.vision_language import PackedVisionLanguage
 from hf_packfree.patching import prewarm, registry
 from tests.input_formats import padded_rows, row_batch
 from tests.models import brook, marsh
@@ -50,6 +54,31 @@ def added(monkeypatch):
 @pytest.fixture(params=[brook.ROW, marsh.ROW], ids=lambda row: row.name)
 def row(request, added):
     return request.param
+
+
+def test_the_longest_ending_decides_what_stands_in_front():
+    upstream = ModuleType("stream")
+    names = "StreamModel", "StreamTextModel", "StreamHybridGatedDeltaNet", "StreamPreTrainedModel"
+    for name in names:
+        setattr(upstream, name, type(name, (nn.Module,), {"__module__": "stream"}))
+    upstream.OtherModel = brook.upstream.BrookModel
+    halves = SeparateProjections, SplitProjections, PackedTrunk, PackedVisionLanguage
+    ours = classes_of(upstream, __name__, *halves)
+    assert {name: cls.__bases__ for name, cls in ours.items()} == {
+        "StreamModel": (PackedVisionLanguage, upstream.StreamModel),
+        "StreamTextModel": (PackedTrunk, upstream.StreamTextModel),
+        "StreamHybridGatedDeltaNet": (SeparateProjections, upstream.StreamHybridGatedDeltaNet),
+    }
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in registry.ROWS if not row.made_from_upstream], ids=lambda row: row.name
+)
+def test_classes_are_named_in_the_row_alone(row):
+    file = Path(hf_packfree.__file__).parents[1] / f"{row.replacement.replace('.', '/')}.py"
+    prefix = row.trunk.removesuffix("Model").removesuffix("Text")
+    said = [name for name in row.swaps if f'{name.removeprefix(prefix)}"' in file.read_text()]
+    assert said == []
 
 
 def test_a_text_model_that_derives_from_another_familys_has_its_own_row(added, monkeypatch):
