@@ -18,6 +18,7 @@ from hf_packfree.models.kimi_delta_attention import PackedKimiDeltaAttention
 from hf_packfree.models.mamba2 import PackedMamba2
 from hf_packfree.models.record_head import RecordHead
 from hf_packfree.models.short_conv import PackedShortConv
+from hf_packfree.models.tiny import SIZES, delta_net_sizes
 from hf_packfree.models.trunk import PackedTrunk
 
 HALVES = (
@@ -47,33 +48,15 @@ def replacements(name: str) -> dict[str, Any]:
     return ours | heads | {"HEADS": heads, "tiny_config": partial(tiny_config, config)}
 
 
-_TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "sliding_window": 16,
-    "use_sliding_window": True,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "block_auto_adjust_ff_dim": False,
-    "num_experts_per_tok": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_TINY = (
+    SIZES
+    | delta_net_sizes()
+    | {
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False,
+    }
+)
 
 
 def tiny_config(config: Any, **more: Any) -> Any:

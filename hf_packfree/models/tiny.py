@@ -15,6 +15,33 @@ PLACEHOLDERS: dict[str, Any] = {
 }
 """Ids above those of text."""
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "sliding_window": 16,
+    # experts
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "topk_group": 1,
+    # multi-head latent attention
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Of what a configuration says, by transformers' names."""
+
 
 def text_sizes(**own: Any) -> dict[str, Any]:
     """Return keywords of a text configuration: 3 layers of 4 heads, angles for time, height and

@@ -28,16 +28,8 @@ from hf_packfree.patching.unlisted import family_of_patched
 
 _AUDIO = "a short audio depends on the others of the call, before transformers 5.9 on all they hold"
 _WINDOWS = ("full_attention", "sliding_attention")
-_LATENT: dict[str, Any] = {
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "n_group": 1,
-    "topk_group": 1,
-}
-"""Of tiny models with multi-head latent attention, and experts."""
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4}
+"""Of tiny models with multi-head latent attention."""
 _HYBRID = _LATENT | {"layer_types": ["linear_attention", "full_attention"] * 2}
 _GATED_DELTA_NET = Mixer(
     "linear_attention", "linear_attn", "GatedDeltaNet", ("conv", "delta_rule", "fused")

@@ -5,53 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from hf_packfree.models.base import kinds_of_layers
+from hf_packfree.models.tiny import SIZES
 
-WINDOW = 16
+WINDOW: int = SIZES["sliding_window"]
 """Of a tiny copy: what does not know of it shows in documents that are longer."""
 LONGEST = 64
 """Positions that a tiny copy has: fewer than tokens in the row that is measured."""
 _SHARED = 2
 """Layers at the end that have no keys of their own, where there are such."""
-_SIZES: dict[str, Any] = {
+_SIZES: dict[str, Any] = SIZES | {
     "attention_chunk_size": WINDOW,
     "embedding_size": 64,
     "ffn_dim": 96,
     "first_k_dense_replace": 1,
     "floor_scale": 8,
     "global_head_dim": 32,
-    "head_dim": 16,
-    "hidden_size": 64,
     "hidden_size_per_layer_input": 16,
     "index_topk": 8,
-    "intermediate_size": 96,
-    "kv_lora_rank": 16,
-    "moe_intermediate_size": 32,
     "moe_k": 2,
     "moe_num_experts": 4,
-    "n_group": 1,
-    "n_routed_experts": 4,
-    "num_attention_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
     "num_global_key_value_heads": 2,
     "num_kv_shared_layers": _SHARED,
-    "num_local_experts": 4,
     "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
     "rotary_dim": 8,
-    "shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32,
-    "sliding_window": WINDOW,
     "top_k": 2,
     "top_k_experts": 2,
-    "topk_group": 1,
-    "v_head_dim": 16,
-    "vocab_size": 128,
     "vocab_size_per_layer_input": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 """Of what a config says; of names that are not here a size stays, which few layers and a narrow
 model make small."""
