@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,22 @@ def doctor(options: argparse.Namespace) -> int:
 
     with quiet_libraries(bars=False, quiet=not options.verbose):
         diagnosis = diagnose(options.model)
-    if options.json:
-        as_json(diagnosis.as_dict())
-    elif options.quiet:
-        say(str(diagnosis))
-    else:
-        doctors.diagnosis(diagnosis)
+    _answer(options, diagnosis, doctors.diagnosis)
     return FINE if diagnosis.healthy else BROKEN
+
+
+def _answer(
+    options: argparse.Namespace, found: Any, show: Callable[[Any], None], end: str = ""
+) -> None:
+    """Write what was found, as the options want it: data, its sentence with this `end`, or all that
+    `show` has to say.
+    """
+    if options.json:
+        as_json(found.as_dict())
+    elif options.quiet:
+        say(f"{found}{end}")
+    else:
+        show(found)
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -151,7 +161,6 @@ def bench(options: argparse.Namespace) -> int:
     """Time padded and packed steps, and show how they compare."""
     from hf_packfree.bench import BenchOptions, choose_lengths, run_bench
     from hf_packfree.cli import show
-    from hf_packfree.cli.quiet import quiet_libraries
 
     if options.tree is not None:
         return _bench_tree(options)
@@ -163,18 +172,7 @@ def bench(options: argparse.Namespace) -> int:
         check_picture(options.png)
     sample = choose_lengths(options.lengths, options.documents, options.longest)
     lengths = _affordable(sample.lengths)
-    names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
-    given = {name: getattr(options, name) for name in names} | {
-        "origin": sample.origin,
-        "cut": sample.cut,
-    }
-    wanted = BenchOptions(
-        options.model, lengths, device=str(_device(options.device or _fastest())), **given
-    )
-    with show.bars(_silent(options)) as move, quiet_libraries(quiet=not options.verbose):
-        report = run_bench(
-            wanted, lambda name, done, total: move("training steps", done, total, name)
-        )
+    report = _timed(options, run_bench, BenchOptions, lengths, origin=sample.origin, cut=sample.cut)
     drawn = None
     try:
         if options.png is not None:
@@ -184,19 +182,13 @@ def bench(options: argparse.Namespace) -> int:
             drawn = options.png
     finally:
         # a measurement that took minutes is shown even if its picture fails
-        if options.json:
-            as_json(report.as_dict())
-        elif options.quiet:
-            say(f"{report}.")
-        else:
-            show.bench(report, drawn)
+        _answer(options, report, partial(show.bench, picture=drawn), ".")
     return FINE if report.complete else BROKEN
 
 
 def _bench_tree(options: argparse.Namespace) -> int:
     from hf_packfree.bench import TreeOptions, read_tree, run_tree_bench
     from hf_packfree.cli import show
-    from hf_packfree.cli.quiet import quiet_libraries
 
     others = ("lengths", "documents", "longest", "png")
     changed = [one for one in others if getattr(options, one) != options.parser.get_default(one)]
@@ -207,25 +199,28 @@ def _bench_tree(options: argparse.Namespace) -> int:
         )
     tree = read_tree(options.tree)
     _affordable(tuple(tree.before[leaf] + tree.lengths[leaf] for leaf in tree.leaves))
-    names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
-    wanted = TreeOptions(
-        options.model,
-        tree.lengths,
-        parents=tree.parents,
-        device=str(_device(options.device or _fastest())),
-        **{name: getattr(options, name) for name in names},
-    )
-    with show.bars(_silent(options)) as move, quiet_libraries(quiet=not options.verbose):
-        report = run_tree_bench(
-            wanted, lambda name, done, total: move("training steps", done, total, name)
-        )
-    if options.json:
-        as_json(report.as_dict())
-    elif options.quiet:
-        say(f"{report}.")
-    else:
-        show.tree_bench(report)
+    report = _timed(options, run_tree_bench, TreeOptions, tree.lengths, parents=tree.parents)
+    _answer(options, report, show.tree_bench, ".")
     return FINE if report.complete else BROKEN
+
+
+def _timed(
+    options: argparse.Namespace,
+    run: Callable[..., Any],
+    kind: Callable[..., Any],
+    lengths: tuple[int, ...],
+    **more: Any,
+) -> Any:
+    """Return the report of a benchmark with options of that kind, of which `more` are its own."""
+    from hf_packfree.cli import show
+    from hf_packfree.cli.quiet import quiet_libraries
+
+    names = ("rounds", "dtype", "threads", "seed", "trust_remote_code")
+    given = {name: getattr(options, name) for name in names} | more
+    device = str(_device(options.device or _fastest()))
+    wanted = kind(options.model, lengths, device=device, **given)
+    with show.bars(_silent(options)) as move, quiet_libraries(quiet=not options.verbose):
+        return run(wanted, lambda name, done, total: move("training steps", done, total, name))
 
 
 def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -269,10 +264,7 @@ def mtp(options: argparse.Namespace) -> int:
             report = copy_head(
                 options.copy_from, options.checkpoint, check_folder(options.to, "--to")
             )
-    if options.json:
-        as_json(report.as_dict())
-    else:
-        say(str(report))
+    _answer(options, report, lambda found: say(str(found)))
     return FINE if report.agrees else LEAK
 
 
@@ -307,10 +299,7 @@ def _accept(options: argparse.Namespace) -> int:
             torch.tensor(one, dtype=torch.int64, device=_device(options.device)) for one in ids
         ]
         found = accepted_drafts(model, prompts, new_tokens=options.new_tokens, depth=options.depth)
-    if options.json:
-        as_json(found.as_dict())
-    else:
-        say(str(found))
+    _answer(options, found, lambda found: say(str(found)))
     return FINE
 
 
