@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hf_packfree.errors import BoundaryError
 from hf_packfree.models.head_log_probs import token_log_probs
+from hf_packfree.models.labels import IGNORED
 from hf_packfree.ops.loss import TokenLogProbs
 from hf_packfree.ops.tree_paths import gather
 from hf_packfree.packing import PackedSequence
 
 Tokens = NDArray[np.int64]
-_IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +74,8 @@ class PrefixRow:
             [1, T] each; 0 where there is no label.
         """
         of_predictors = gather(hidden, self.before[0].clamp(min=0).to(hidden.device))
-        ignored = options.get("ignore_index", _IGNORED)
-        targets = self.labels.masked_fill(self.labels == _IGNORED, ignored)
+        ignored = options.get("ignore_index", IGNORED)
+        targets = self.labels.masked_fill(self.labels == IGNORED, ignored)
         return token_log_probs(of_predictors, targets, model, **options)
 
     def of_samples(self, values: Tensor) -> list[Tensor]:
@@ -176,7 +176,7 @@ def pack_prefixes(
         before[places[0]], before[places[1:]] = -1, places[:-1]
     every = torch.cat(index)
     counts = torch.bincount(every, minlength=len(tokens))
-    of_row, weights = torch.full_like(tokens, _IGNORED), torch.zeros(len(tokens))
+    of_row, weights = torch.full_like(tokens, IGNORED), torch.zeros(len(tokens))
     # nothing predicts the first token of a sample
     has_label = torch.from_numpy(_have_labels(given, labels)) & (before[every] >= 0)
     places = every[has_label]
@@ -196,13 +196,13 @@ def _have_labels(
     found = []
     for number, (sample, given) in enumerate(zip(samples, _one_each(samples, labels, "labels"))):
         own = np.asarray(_in_python(given))
-        if own.shape != sample.shape or not (own == sample)[own != _IGNORED].all():
+        if own.shape != sample.shape or not (own == sample)[own != IGNORED].all():
             raise BoundaryError(
                 f"found labels of sample {number} that are not its {len(sample)} tokens or "
-                f"{_IGNORED}; wanted each token's own id, or {_IGNORED} where it is not trained; "
+                f"{IGNORED}; wanted each token's own id, or {IGNORED} where it is not trained; "
                 "pass them unshifted"
             )
-        found.append(own != _IGNORED)
+        found.append(own != IGNORED)
     return np.concatenate(found)
 
 

@@ -6,7 +6,7 @@ The contract: parameters and sizes that are the same in every release of a famil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from inspect import isclass, signature
 from types import FunctionType
@@ -161,14 +161,22 @@ def classes_of(upstream: Any, home: str, *halves: _Half) -> dict[str, _Half]:
     """Return {name: our class} of the classes of the modeling module `upstream` whose names end as
     one of the halves says; the longest ending decides, and of several halves that have it the last.
     """
+    own = (
+        name
+        for name, cls in vars(upstream).items()
+        if isclass(cls) and cls.__module__ == upstream.__name__
+    )
+    named = {name: half_for(name, halves) for name in own if not name.endswith("PreTrainedModel")}
+    return put_in_front(upstream, home, {name: half for name, half in named.items() if half})
+
+
+def half_for(name: str, halves: Iterable[_Half]) -> _Half | None:
+    """Return what of `halves` is put in front of a class of that name, see `classes_of`; None:
+    nothing.
+    """
     by_ending = {ending: half for half in halves for ending in half.endings}
-    found: dict[str, _Half] = {}
-    for name, cls in vars(upstream).items():
-        fitting = [ending for ending in by_ending if name.endswith(ending)]
-        own = isclass(cls) and cls.__module__ == upstream.__name__
-        if own and fitting and not name.endswith("PreTrainedModel"):
-            found[name] = by_ending[max(fitting, key=len)]
-    return put_in_front(upstream, home, found)
+    fitting = (ending for ending in by_ending if name.endswith(ending))
+    return by_ending.get(max(fitting, key=len, default=""))
 
 
 def put_in_front(upstream: Any, home: str, halves: Mapping[str, _Half]) -> dict[str, _Half]:

@@ -48,6 +48,8 @@ class SequenceHead(_Classifier):
     and token disagree.
     """
 
+    endings = ("ForSequenceClassification",)
+
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         pad, ids = self.config.get_text_config().pad_token_id, arguments.get("input_ids")
         # upstream reads the last token of every row
@@ -59,6 +61,8 @@ class SequenceHead(_Classifier):
 
 class TokenHead(_Classifier):
     """One result per token: padding matters where it has a label."""
+
+    endings = ("ForTokenClassification",)
 
     def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
         labels = arguments.get("labels")

@@ -13,7 +13,7 @@ from hf_packfree.models.attention_interface import InterfaceAttention, register
 from hf_packfree.models.base import classes_of
 from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
 from hf_packfree.models.gated_mlp import GatedMLP
-from hf_packfree.models.heads import KINDS, heads_of
+from hf_packfree.models.heads import heads_of
 from hf_packfree.models.kimi_delta_attention import PackedKimiDeltaAttention
 from hf_packfree.models.mamba2 import PackedMamba2
 from hf_packfree.models.record_head import RecordHead
@@ -41,7 +41,7 @@ def replacements(name: str) -> dict[str, Any]:
     register()
     upstream, home = import_module(name), f"{__name__}:{name}"
     ours: dict[str, Any] = dict(classes_of(upstream, home, *HALVES))
-    heads = heads_of(upstream, home, {"Mamba2ForCausalLM": RecordHead} | KINDS)
+    heads = heads_of(upstream, home, RecordHead)
     config = next(
         (getattr(upstream, head).config_class for head in heads if "CausalLM" in head), None
     )

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import put_in_front
+from hf_packfree.models.base import half_for, put_in_front
 from hf_packfree.models.base_head import Head, forget_losses, is_whole_batch
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
 from hf_packfree.models.context_parallel import check_call, forward_shard
@@ -51,6 +50,8 @@ _INSTEAD_OF_LOGITS = "log_probs", "entropy"
 
 class PackedHead(Head, metaclass=HeadType):
     """Put in front of a family's causal language model, with or without a vision tower."""
+
+    endings: ClassVar[tuple[str, ...]] = ("ForCausalLM", "ForConditionalGeneration")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Take TRL's fused head aside, which would go past this one; see `run_fused_head`."""
@@ -266,20 +267,13 @@ def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, A
     }
 
 
-KINDS: dict[str, type[Head]] = {
-    "ForCausalLM": PackedHead,
-    "ForConditionalGeneration": PackedHead,
-    "ForSequenceClassification": SequenceHead,
-    "ForTokenClassification": TokenHead,
-}
-
-
-def heads_of(upstream: Any, home: str, kinds: Mapping[str, type[Head]] = KINDS) -> dict[str, Any]:
+def heads_of(upstream: Any, home: str, *more: type[Head]) -> dict[str, Any]:
     """Return {name: our class} for every head of the modeling module `upstream`.
 
-    `kinds` are {how a name ends: what is put in front of the head}. Releases have different ones; a
-    head of a kind not known keeps its padding.
+    What is put in front of which is said by the heads' `endings`, those of `more` among them.
+    Releases have different ones; a head of a kind not known keeps its padding.
     """
+    kinds: tuple[type[Head], ...] = (PackedHead, SequenceHead, TokenHead, *more)
     # the code that comes with a checkpoint need not say what it exports
     known = getattr(upstream, "__all__", None) or [
         name
@@ -287,8 +281,4 @@ def heads_of(upstream: Any, home: str, kinds: Mapping[str, type[Head]] = KINDS) 
         if getattr(each, "__module__", None) == upstream.__name__
     ]
     names = [name for name in known if "For" in name]
-    return put_in_front(upstream, home, {name: _kind_of(name, kinds) for name in names})
-
-
-def _kind_of(name: str, kinds: Mapping[str, type[Head]]) -> type[Head]:
-    return next((kind for ending, kind in kinds.items() if name.endswith(ending)), SpanHead)
+    return put_in_front(upstream, home, {name: half_for(name, kinds) or SpanHead for name in names})

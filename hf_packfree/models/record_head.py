@@ -12,6 +12,8 @@ from hf_packfree.models.heads import PackedHead
 class RecordHead(PackedHead):
     """Put in front of such a causal language model; nothing else of it differs."""
 
+    endings = ("Mamba2ForCausalLM",)
+
     def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
         return super()._forward_as_row(partial(_run, upstream), arguments)
 
