@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.media_checks import values_of_a_patch
 from hf_packfree.models.rope_index import RowMedia, packed_positions
 from hf_packfree.verify.random_documents import media_tokens
 
@@ -203,10 +204,8 @@ def illustrated(documents: list[Tensor], source: Any, seed: int) -> Illustrated:
             grids.append((1, height * side, width * side))
         ids.append(document)
     sizes = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
-    numbers = getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(
-        int(sizes.prod(1).sum()), numbers, generator=torch.Generator().manual_seed(seed)
-    )
+    shape = int(sizes.prod(1).sum()), values_of_a_patch(vision)
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return Illustrated(ids, pixels, sizes)
 
 

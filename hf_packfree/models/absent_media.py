@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_packfree.models.compat import cache_of
+from hf_packfree.models.media_checks import values_of_a_patch
 
 _TOWERS: dict[str, dict[str, tuple[str, ...]]] = {
     "audio_tower": {"audio": ("input_features", "feature_attention_mask", "audio_feature_lengths")},
@@ -135,11 +136,7 @@ def _features_of_zeros(model: Any, kind: str, device: torch.device) -> Any:
         )
     config = model.config.vision_config
     side = config.spatial_merge_size
-    pixels = torch.zeros(
-        side * side,
-        config.in_channels * config.temporal_patch_size * config.patch_size**2,
-        device=device,
-    )
+    pixels = torch.zeros(side * side, values_of_a_patch(config), device=device)
     return getattr(model, f"get_{kind}_features")(
         pixels, torch.tensor([[1, side, side]], device=device)
     )

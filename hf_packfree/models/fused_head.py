@@ -190,13 +190,7 @@ class _Call:
         backend = state_of(self.head).kernels_for(hidden.device, hidden.dtype)["loss"]
         if self.question.in_fp32:
             hidden = hidden.float()
-        found = layer_log_probs(
-            hidden,
-            layer,
-            self.targets,
-            self.question,
-            None if backend == "upstream" else backend,
-        )
+        found = layer_log_probs(hidden, layer, self.targets, self.question, backend)
         self.found, items = found, self.row.get("num_items_in_batch")
         if items is None:
             items = (self.targets.flat >= 0).sum().clamp(min=1)

@@ -204,7 +204,8 @@ def layer_log_probs(
         hidden: [..., D].
         layer: makes logits [..., V] of these.
         targets: of every token.
-        backend: of a plain layer, see `linear_log_probs`; None: the fastest that runs there.
+        backend: of a plain layer, see `linear_log_probs`; None, or "upstream", which has none: the
+            fastest that runs there.
     """
     plain = _plain(layer)
     if plain is None or question.cap is not None:
@@ -219,7 +220,7 @@ def layer_log_probs(
         wanted=question.wanted,
         expected=question.expected,
         dtype=torch.float32 if question.in_fp32 else _dtype(hidden, weight),
-        backend=backend or _fastest(hidden),
+        backend=backend if backend and backend != "upstream" else _fastest(hidden),
     )
 
 

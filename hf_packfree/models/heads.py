@@ -249,12 +249,9 @@ def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, A
     """Return upstream's arguments for the row; the mask, if any, is there for the experts'
     statistics.
     """
-    row = row_of_each(
-        {name: value for name, value in given.items() if name != "attention_mask"}, packed
-    )
     # by the vision-language model
     numbered_inside = has_media(given) and given.get("position_ids") is None
-    return row | {
+    return row_of_each(given, packed) | {
         "attention_mask": packed.is_real().long()
         if packed.padding_segments and packed.num_real_tokens
         else None,

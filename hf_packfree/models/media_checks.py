@@ -138,14 +138,19 @@ def _check_audio(given: Mapping[str, Any], frames: Tensor | None) -> None:
         )
 
 
+def values_of_a_patch(vision: Any) -> int:
+    """Return how many values a tower takes of each patch; `vision` is its config."""
+    channels: int = getattr(vision, "in_channels", 3)
+    return channels * vision.temporal_patch_size * vision.patch_size**2
+
+
 def check_widths(config: Any, given: Mapping[str, Any]) -> None:
     """Refuse patches and audio features of another model's size.
 
     Raises:
         BoundaryError: a patch, or a frame, has not the values that the model's towers take.
     """
-    vision = config.vision_config
-    patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    patch = values_of_a_patch(config.vision_config)
     audio = getattr(config, "audio_config", None)
     wanted = dict.fromkeys(PIXELS.values(), (1, patch, "a patch"))
     if audio is not None and given.get("feature_attention_mask") is not None:

@@ -52,7 +52,8 @@ def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor
 
 def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
     """Return the arguments with every tensor [B, S, ...], such as ids, embeddings and weights per
-    token, unpadded to the row [1, T, ...]; arguments of media stay as they are.
+    token, unpadded to the row [1, T, ...]; arguments of media stay as they are, and a mask is left
+    out.
     """
     rows = {
         name
@@ -62,6 +63,7 @@ def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, 
     return {
         name: unpad(value, packed) if name in rows and not of_media(name) else value
         for name, value in arguments.items()
+        if name != "attention_mask"
     }
 
 

@@ -154,7 +154,7 @@ class _Call:
             layer,
             Targets.of(row["shift_labels"].to(layer.weight.device), IGNORED),
             Question(row.get("temperature", 1.0), Wanted(entropy=True), expected=expected),
-            None if backend == "upstream" else backend,
+            backend,
         )
         return LogProbsOutput(
             log_probs=found.log_probs,

@@ -151,9 +151,7 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
     if not packed.is_shard:
         check_media_tensors(given, packed.batch_shape)
     given = given | _without_items(given)
-    row = row_of_each(
-        {name: value for name, value in given.items() if name != "attention_mask"}, packed
-    )
+    row = row_of_each(given, packed)
     row |= {
         "attention_mask": None,
         "use_cache": False,

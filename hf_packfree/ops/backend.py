@@ -177,6 +177,13 @@ def needs_cuda(target: Target) -> str | None:
     )
 
 
+def before_ampere(target: Target) -> str | None:
+    """Return that a GPU is older than Ampere, or None."""
+    if target.capability is None or target.capability >= (8, 0):
+        return None
+    return f"it needs an Ampere GPU or later (8.0), this is {target.gpu}"
+
+
 def needs_triton(target: Target) -> str | None:
     """Return why a Triton kernel cannot run there, or None."""
     if (reason := needs_cuda(target)) is not None:
@@ -184,8 +191,8 @@ def needs_triton(target: Target) -> str | None:
     row = VERSIONS["triton"]
     if find_spec("triton") is None:
         return f"triton is not installed; {row.install}"
-    if target.capability is not None and target.capability < (8, 0):
-        return f"it needs an Ampere GPU or later (8.0), this is {target.gpu}"
+    if (reason := before_ampere(target)) is not None:
+        return reason
     tested = f"(the kernels are tested with {' to '.join(row.cpu)})"
     return too_old("triton", installed("triton"), tested) or broken("triton", "triton")
 

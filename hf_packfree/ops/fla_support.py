@@ -31,6 +31,14 @@ def needs_fla(target: Target) -> str | None:
     return too_old("fla-core", found, "for packed rows")
 
 
+def wide_keys(target: Target) -> str | None:
+    """Return that the kernels of its delta rules take no keys as wide as the model's, or None."""
+    size = target.sizes.get("key_size", 0)
+    if size <= 256:
+        return None
+    return f"it takes keys of 256 channels at most, the model has {size}"
+
+
 def broken_fla(module: str) -> str | None:
     """Return why importing that module of flash-linear-attention fails, or None; to be called
     last, it takes seconds.

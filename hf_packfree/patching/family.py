@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,13 +205,15 @@ class Family:
         Those are MLPs, towers that are exact as they are, and decoder layers in releases whose own
         layers hand the record on.
         """
-        names = {self.mlp, *(() if compat.LAYERS_DROP_KEYWORDS else self.layers)}
-        parts = {before: ours for before, ours in self.pairs().items() if before.__name__ in names}
-        return parts | self.tower_pairs([tower for tower in self.towers if tower.optional])
+        layers = () if compat.LAYERS_DROP_KEYWORDS else self.layers
+        towers = (tower.swaps for tower in self.towers if tower.optional)
+        return self._pairs_of({self.mlp, *layers}.union(*towers))
 
-    def tower_pairs(self, towers: Sequence[Tower]) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of these towers and their parts."""
-        names = {name for tower in towers for name in tower.swaps}
+    def tower_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
+        """Return {upstream's class: ours} of the towers and their parts."""
+        return self._pairs_of({name for tower in self.towers for name in tower.swaps})
+
+    def _pairs_of(self, names: Container[str | None]) -> dict[type[nn.Module], type[nn.Module]]:
         return {before: ours for before, ours in self.pairs().items() if before.__name__ in names}
 
     def trunk_class(self) -> type[nn.Module]:

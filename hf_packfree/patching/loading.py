@@ -178,7 +178,7 @@ def _swap_around(
     if family is None or submodule is None:
         return
     if (state := find_state(submodule)) is not None:
-        towers, head = family.tower_pairs(family.towers), head_swap(module, family.head_pairs())
+        towers, head = family.tower_pairs(), head_swap(module, family.head_pairs())
         after = {part: towers[type(part)] for part in module.modules() if type(part) in towers}
         around = next(
             (cls for cls in family.pairs() if cls.__name__ == family.vision_language), None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.models.media_checks import values_of_a_patch
 from hf_packfree.models.rope_index import RowMedia, media_of
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence
@@ -284,13 +285,8 @@ class MediaDocuments(TextDocuments):
             vision, frames = config.vision_config, 1 if kind == "image" else 2
             side = 2 * vision.spatial_merge_size
             grid = torch.tensor([[frames, side, side]], device="cpu")
-            width = (
-                getattr(vision, "in_channels", 3)
-                * vision.temporal_patch_size
-                * vision.patch_size**2
-            )
             given = {
-                FEATURES[kind]: self._noise(frames * side * side, width),
+                FEATURES[kind]: self._noise(frames * side * side, values_of_a_patch(vision)),
                 f"{kind}_grid_thw": grid.to(self.device),
             }
             given |= self._seconds() if kind == "video" else {}

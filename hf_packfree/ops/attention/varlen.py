@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_packfree.ops.backend import Target, needs_cuda, needs_half, refuse_wide
+from hf_packfree.ops.backend import Target, before_ampere, needs_cuda, needs_half, refuse_wide
 from hf_packfree.packing import PackedSequence, uncompiled, with_history
 from hf_packfree.versions import (
     VARLEN_GROUPS_HEADS,
@@ -31,11 +31,7 @@ KERNEL = "FlashAttention"
 
 def unusable(target: Target) -> str | None:
     """Return why it cannot run at `target`, or None."""
-    if (reason := needs_cuda(target)) is not None:
-        return reason
-    if target.capability is not None and target.capability < (8, 0):
-        return f"it needs an Ampere GPU or later (8.0), this is {target.gpu}"
-    if (reason := needs_half(target)) is not None:
+    if (reason := needs_cuda(target) or before_ampere(target) or needs_half(target)) is not None:
         return reason
     sizes = target.sizes.get("head_size", 0), target.sizes.get("other_value_size", 0)
     if (size := max(sizes)) > _HEAD_SIZE or size % 8:

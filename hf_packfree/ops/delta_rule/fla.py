@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.fla_support import broken_fla, chunk_indices, needs_fla, wrong_on_hopper
+from hf_packfree.ops.fla_support import (
+    broken_fla,
+    chunk_indices,
+    needs_fla,
+    wide_keys,
+    wrong_on_hopper,
+)
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
 def unusable(target: Target) -> str | None:
     """Return why it cannot run at `target`, or None."""
-    if target.sizes.get("key_size", 0) > 256:
-        return f"it takes keys of 256 channels at most, the model has {target.sizes['key_size']}"
-    return needs_fla(target) or wrong_on_hopper(target) or broken_fla("fla.ops.gated_delta_rule")
+    reason = wide_keys(target) or needs_fla(target) or wrong_on_hopper(target)
+    return reason or broken_fla("fla.ops.gated_delta_rule")
 
 
 @uncompiled

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.fla_support import broken_fla, needs_fla
+from hf_packfree.ops.fla_support import broken_fla, needs_fla, wide_keys
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
 def unusable(target: Target) -> str | None:
     """Return why it cannot run at `target`, or None."""
-    if target.sizes.get("key_size", 0) > 256:
-        return f"it takes keys of 256 channels at most, the model has {target.sizes['key_size']}"
-    return needs_fla(target) or broken_fla("fla.ops.kda")
+    return wide_keys(target) or needs_fla(target) or broken_fla("fla.ops.kda")
 
 
 @uncompiled
