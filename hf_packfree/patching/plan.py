@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     pairs, optional = family.pairs(), family.optional_swaps()
     needed = {before: after for before, after in pairs.items() if before not in optional}
     _check_seams(model, needed)
-    steps = [*_steps(model, needed), *_optional_steps(model, optional), *_head_steps(model, family)]
+    steps = [*_steps(model, pairs, optional), *_head_steps(model, family)]
     for trunk in trunks(model, family):
         if family.made_from_upstream:
             refuse_what_it_cannot_serve(model, trunk)
@@ -105,21 +105,18 @@ def tower_attention_of(model: nn.Module, family: Family) -> Any:
     return next((module for module in model.modules() if isinstance(module, classes)), None)
 
 
-def _steps(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> Iterator[ClassSwap]:
-    for name, module in model.named_modules():
-        if type(module) in pairs:
-            yield ClassSwap(name, module, type(module), pairs[type(module)])
-
-
-def _optional_steps(
-    model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
+def _steps(
+    model: nn.Module,
+    pairs: dict[type[nn.Module], type[nn.Module]],
+    optional: Container[type[nn.Module]],
 ) -> Iterator[ClassSwap]:
-    """Leave a layer of another class, or with a forward of its instance, alone: the record still
-    reaches its mixers.
+    """Leave an optional layer of another class, or with a forward of its instance, alone: the
+    record still reaches its mixers.
     """
     for name, module in model.named_modules():
-        if type(module) in pairs and "forward" not in vars(module):
-            yield ClassSwap(name, module, type(module), pairs[type(module)])
+        before = type(module)
+        if before in pairs and not (before in optional and "forward" in vars(module)):
+            yield ClassSwap(name, module, before, pairs[before])
 
 
 def _head_steps(model: nn.Module, family: Family) -> Iterator[ClassSwap]:
