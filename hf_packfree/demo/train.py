@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5Tex
 
 from hf_packfree.bench.measure import peak_mib
 from hf_packfree.demo.results import PACKED, PADDED, DemoOptions, Progress, Training
+from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.trainer import PackFreeCallback
 
 SHORTEST = 20
@@ -98,9 +99,8 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(vocab_size=len(tokenizer), **sizes, **special))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.copy_(torch.linspace(0.01, 0.05, parameter.numel()).log())
+        for parameter, decay in slow_decays(model).items():
+            parameter.copy_(decay)
     return model
 
 

@@ -187,7 +187,7 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
         **dict.fromkeys(_SECONDS, media.seconds_per_grid),
     }
     if "mm_token_type_ids" in wanted and media.mm_token_type_ids is None:
-        given["mm_token_type_ids"] = _token_types(source.config, input_ids)
+        given["mm_token_type_ids"] = token_types(source.config, input_ids)
     if "use_audio_in_video" in wanted:
         given["use_audio_in_video"] = _has_audio_in_video(source.config, input_ids)
     given = {name: value for name, value in given.items() if name in wanted}
@@ -305,7 +305,7 @@ def _names_of(function: Any) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _token_types(config: Any, input_ids: Tensor) -> Tensor:
+def token_types(config: Any, input_ids: Tensor) -> Tensor:
     """Return integers [1, s]: 1 at placeholders of images, 2 at those of videos."""
     images, videos = input_ids == config.image_token_id, input_ids == config.video_token_id
     return images.long() + 2 * videos.long()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -358,6 +359,15 @@ def join_trailing_padding(
         joined[tail + 1 : end + 1] = False
         padding += [tail] if tail < end else []
     return joined, padding
+
+
+def integers_of(value: Any) -> Tensor | None:
+    """Return integers, a tensor or lists, as int64 on the host; None of what holds others."""
+    try:
+        given = torch.as_tensor(value, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return None
+    return None if given.is_floating_point() or given.is_complex() else given.to(torch.int64)
 
 
 def wrong_shape(name: str, found: Tensor, shape: tuple[int, int], wanted: str) -> BoundaryError:

@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.boundaries import (
     BoundarySpec,
+    integers_of,
     parse_cu_seqlens,
     parse_position_ids,
     parse_seq_idx,
@@ -206,13 +207,9 @@ def _parse_offsets(name: str, value: Any, shape: tuple[int, int]) -> BoundarySpe
 
 def _integers(name: str, value: Any) -> Tensor:
     """Return integers on the host, as int64."""
-    try:
-        given = torch.as_tensor(value, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):
-        given = None
-    if given is None or given.is_floating_point() or given.is_complex():
+    if (given := integers_of(value)) is None:
         raise BoundaryError(
             f"found {name} as {type(value).__name__}; wanted integers, to compare them with "
             "transformers' keywords; leave it out where those are passed"
         )
-    return given.to(torch.int64)
+    return given

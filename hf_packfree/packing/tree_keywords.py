@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryConflict, BoundaryError, UnsupportedInput
+from hf_packfree.packing.boundaries import integers_of
 from hf_packfree.packing.record import Integers, PackedSequence
 from hf_packfree.packing.tree import ROOT, Tree
 
@@ -225,18 +226,14 @@ def _offsets(name: str, keywords: Mapping[str, Any], total: int) -> Integers:
 
 def _integers(name: str, keywords: Mapping[str, Any]) -> Integers:
     """Return integers as int64 on the host, of one dimension."""
-    try:
-        given = torch.as_tensor(keywords[name], device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):
-        given = None
-    whole = given is not None and not (given.is_floating_point() or given.is_complex())
-    if given is None or not whole or given.ndim > 1 or given.numel() == 0:
+    given = integers_of(keywords[name])
+    if given is None or given.ndim > 1 or given.numel() == 0:
         raise BoundaryError(
             f"found {name} as {type(keywords[name]).__name__}, no row of integers; wanted what TRL "
             "passes there; pass packed_sequence=PackedSequence.from_tree(segment_lengths, parents) "
             "instead"
         )
-    return given.to(torch.int64).reshape(-1).numpy()
+    return given.reshape(-1).numpy()
 
 
 def _disagree(one: str, other: str) -> BoundaryConflict:

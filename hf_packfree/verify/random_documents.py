@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.models.media_checks import values_of_a_patch
-from hf_packfree.models.rope_index import RowMedia, media_of
+from hf_packfree.models.rope_index import RowMedia, media_of, token_types
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import Tree
@@ -243,9 +243,7 @@ class MediaDocuments(TextDocuments):
         media = {name: [part[name] for part in parts if name in part] for name in names}
         given = {name: torch.cat(items) for name, items in media.items() if items}
         if "mm_token_type_ids" in inspect.signature(self.source.get_rope_index).parameters:
-            given["mm_token_type_ids"] = (ids == self.tokens["image"]).long() + 2 * (
-                ids == self.tokens["video"]
-            ).long()
+            given["mm_token_type_ids"] = token_types(self.source.config, ids)
         return {"input_ids": ids, "attention_mask": mask, **given}
 
     def _place(self, document: int) -> dict[str, Tensor]:
