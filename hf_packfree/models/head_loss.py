@@ -172,16 +172,19 @@ class _InPlaceOfProduct(TorchFunctionMode):
 
 
 def gathered(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the layer's weights, from all ranks where FSDP2 has sharded them, whose gradients are
-    then the mean over the ranks, as FSDP2's.
+    """Return the layer's weights, see `whole`."""
+    return whole(layer.weight), None if layer.bias is None else whole(layer.bias)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return a parameter, from all ranks where FSDP2 has sharded it, whose gradient is then the
+    mean over the ranks, as FSDP2's.
     """
-    weight, bias = (
-        one.full_tensor(grad_placements=[Partial("avg")] * one.device_mesh.ndim)
-        if isinstance(one, DTensor)
-        else one
-        for one in (layer.weight, layer.bias)
-    )
-    return weight, bias
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placements = [Partial("avg")] * parameter.device_mesh.ndim
+    found: Tensor = parameter.full_tensor(grad_placements=placements)
+    return found
 
 
 class LossOfCall:

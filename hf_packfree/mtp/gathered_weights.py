@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.head_loss import whole
 from hf_packfree.models.plain_layers import forward_of, is_hooked
 
 
@@ -90,19 +91,10 @@ def _product(weight: Any, bias: Any) -> Weights:
 
 
 def _gathered(parameter: Any, dtype: Any, detach: bool) -> Any:
-    """Return the whole of a sharded parameter; its gradient is the mean over ranks, as of
-    everything that FSDP2 shards.
-    """
+    """Return the whole of a sharded parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if detach:
-        alone: Any = parameter.detach()
-        return alone.full_tensor().to(dtype)
-    whole = parameter.full_tensor(grad_placements=[Partial()] * parameter.device_mesh.ndim)
-    if whole.requires_grad:
-        ranks = parameter.device_mesh.size()
-        whole.register_hook(lambda gradient: gradient / ranks)
-    return whole.to(dtype)
+    return whole(parameter.detach() if detach else parameter).to(dtype)
 
 
 def _without_gradients(
