@@ -11,7 +11,7 @@ from hf_packfree.models.captured_layers import in_graph
 from hf_packfree.models.compat import CACHE, cache_of, masks_the_layers_ignore
 from hf_packfree.models.entry import enter, is_batch
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
-from hf_packfree.models.row import positions_for, restore_layers, row_positions
+from hf_packfree.models.row import as_requested, positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
 from hf_packfree.models.tree_checks import check_tree_layers
 from hf_packfree.packing import PackedSequence, repad, unpad
@@ -86,7 +86,6 @@ class PackedTrunk(Replacement):
         # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the
         # row.
         row = {name: value for name, value in arguments.items() if name != "cache_position"}
-        as_dict = row.get("return_dict", getattr(self.config, "return_dict", True))
         row |= {
             name: unpad(row[name], packed)
             for name in ("input_ids", "inputs_embeds")
@@ -109,7 +108,7 @@ class PackedTrunk(Replacement):
             output.router_logits = tuple(
                 gather_row(layer, packed) for layer in output.router_logits
             )
-        return output.to_tuple() if as_dict is False else output
+        return as_requested(output, arguments, self.config)
 
 
 def _is_paged(cache: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_packfree.ops.attention.torch_native import plan_buckets
+from hf_packfree.ops.attention.torch_native import of_one_size, plan_buckets
 from hf_packfree.ops.backend import Target
 from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
 
@@ -139,8 +139,7 @@ def _attend(
     if sinks is not None:
         q, k, v = _with_sinks(q, k, v, sinks, scale, whole=is_band)
         seen = None if seen is None else F.pad(seen, (1, 0), value=True)
-    width = max(q.shape[3], v.shape[3])
-    q, k, v = (x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
+    q, k, v = of_one_size(q, k, v)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, dropout_p=dropout, is_causal=seen is None, scale=scale
     )

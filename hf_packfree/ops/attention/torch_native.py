@@ -175,6 +175,12 @@ def _sdpa(
     ).transpose(1, 2)
 
 
+def of_one_size(*inputs: Tensor) -> list[Tensor]:
+    """Return q, k and v with as many channels as the widest; zeros, which change no score."""
+    width = max(x.shape[3] for x in inputs)
+    return [x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in inputs]
+
+
 def round_up(length: int, most: int | None = None) -> int:
     """The smallest of 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, ... that holds
     `length`, four sizes per power of two; with `most`, at most that many tokens apart.

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_packfree.ops.attention.torch_native import of_one_size
 from hf_packfree.ops.backend import Target, before_ampere, needs_cuda, needs_half, refuse_wide
 from hf_packfree.packing import PackedSequence, uncompiled, with_history
 from hf_packfree.versions import (
@@ -62,7 +62,7 @@ def attend(
     from torch.nn.attention.varlen import varlen_attn
 
     scale, size = q.shape[3] ** -0.5 if scale is None else scale, v.shape[3]
-    q, k, v = _of_one_size(q, k, v)
+    q, k, v = of_one_size(q, k, v)
     if q.shape[2] != k.shape[2] and not _groups_heads():
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     options = _options(causal)
@@ -84,12 +84,6 @@ def attend(
     with _flash_attention():
         out: Any = varlen_attn(q, k, v, *bounds, *longest, **options)
     return out[None, ..., :size]  # type: ignore[no-any-return]
-
-
-def _of_one_size(*inputs: Tensor) -> list[Tensor]:
-    """Return q, k and v with as many channels as the widest; zeros, which change no score."""
-    width = max(x.shape[3] for x in inputs)
-    return [x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in inputs]
 
 
 def attend_with_history(
