@@ -25,6 +25,13 @@ def under_autocast(device: torch.device) -> bool:
 _has_autocast = cache(torch.amp.is_autocast_available)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which autocast computes on a device, of models in float64 some parts
+    too; None: it is off.
+    """
+    return torch.get_autocast_dtype(device.type) if under_autocast(device) else None
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of a linear layer's product with x: autocast's where it is on, else x's."""
     if under_autocast(x.device) and x.dtype != torch.float64:

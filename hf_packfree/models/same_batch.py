@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree._version import __version__
+from hf_packfree.models.linear_weights import autocast_dtype
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.backend import installed
 from hf_packfree.packing import PackedSequence, uncompiled
@@ -55,7 +56,7 @@ def refuse_other_ranks(
         "further arguments": _of_all(row[name] for name in sorted(row.keys() - given.keys())),
         "arguments, or a mode (training, no_grad, autocast)": digest(
             f"{sorted(map(_described, row.items()))} {head.training} {torch.is_grad_enabled()} "
-            f"{_autocast(device.type)}"
+            f"{autocast_dtype(device)}"
         ),
     }
     refuse_disagreement(
@@ -95,11 +96,6 @@ def setup_of(head: nn.Module, settings: ContextParallel) -> str:
     for name in ("why", "observers", "followers", "graphs"):
         del facts[name]
     return "\n".join(f"{name}: {value}" for name, value in facts.items())
-
-
-def _autocast(kind: str) -> torch.dtype | None:
-    """Return the dtype that autocast computes in on a kind of device; None: it does not."""
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _content(value: Any) -> int | Tensor:

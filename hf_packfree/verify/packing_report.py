@@ -51,15 +51,6 @@ def limits_for(device: torch.device, dtype: torch.dtype, packages: Collection[st
     return TF32 if (device.type, dtype) == ("cuda", torch.float32) and tf32 else LIMITS[dtype]
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which `torch.autocast` computes there, or None outside of it.
-
-    It does so for models in float64 too, of which some parts are computed in fp32.
-    """
-    enabled = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if enabled else None
-
-
 def relative_rms(found: Tensor, wanted: Tensor) -> float:
     """Return the root mean square of `found - wanted` over that of `wanted`; 0 when both are all
     zero.
