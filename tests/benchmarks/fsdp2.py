@@ -117,7 +117,7 @@ def rows_of() -> list[Row]:
 def wrapped_otherwise(row: Row) -> list[Row]:
     """Return the rows of the same model in other wrappings."""
     rows = [
-        row._replace(name=f"{row.name}, {name}", sharding=sharding)
+        row._replace(name=f"{row.name}, wrapped: {name}", sharding=sharding)
         for name, sharding in SHARDINGS.items()
         if row.variant.lora or not sharding.whole_base
     ]

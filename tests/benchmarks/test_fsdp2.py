@@ -64,5 +64,5 @@ def test_a_wrapping_gathers_what_it_says_and_trains_as_by_layer(name, one_rank):
 def test_every_row_has_a_name_of_its_own():
     names = [(row.workload, row.name) for row in rows_of()]
     assert len(set(names)) == len(names)
-    assert ("2b-8k-lora-fsdp2", "packfree, frozen weights whole") in names
-    assert ("2b-8k-fsdp2", "packfree, frozen weights whole") not in names
+    assert ("2b-8k-lora-fsdp2", "packfree, wrapped: frozen weights whole") in names
+    assert ("2b-8k-fsdp2", "packfree, wrapped: frozen weights whole") not in names

@@ -45,7 +45,7 @@ MEASURED = r"(?!.*predicted)"
 """Of rows that are long, or were predicted before, there is no prediction."""
 PARTS = (
     Part("kernels", "context_parallel_kernels", (), 200, ranks=4, resumes=False),
-    Part("fsdp2", "fsdp2", (), 170),
+    Part("fsdp2", "fsdp2", ("--only", "^(?!.*wrapped:)"), 170),
     _rows("64k", "^(2b-64k-cp(?!.*predicted)|9b-64k-cp)", 150, "--ways", "state"),
     _rows(
         "128k-256k",
