@@ -56,6 +56,10 @@ def every(folder: Path = FOLDER) -> dict[str, str]:
     """
     others = {"fsdp2": fsdp2, "trainer": trainer, "curves": curves}
     found = {MARK: tables(sorted(folder.glob("*-x2-context-parallel*.jsonl")))}
+    # the newest; what it says of two is beside what was measured
+    found[f"{MARK}-predicted"] = "".join(
+        map(of_more, sorted(folder.glob("*-predicted.jsonl"))[-1:])
+    )
     found |= {
         f"{MARK}-{name}": "\n".join(map(make, sorted(folder.glob(f"*-x2-{name}.jsonl"))))
         for name, make in others.items()
@@ -94,6 +98,44 @@ def table(path: Path) -> str:
         _line(*name, list(ways.values()), rows, with_prediction=bool(predicted)) for name in names
     )
     return "\n".join([caption(path, "".join(rates[-1:])), "", *as_table(head, body), ""])
+
+
+def of_more(path: Path) -> str:
+    """Return the table of what one GPU predicts of four and eight that share a row."""
+    rows = _rows(path)
+    worlds = [world for world in (4, 8) if any(name.endswith(f"-cp{world}") for name, _ in rows)]
+    body = []
+    for workload, documents in rows:
+        name = workload.removesuffix("-cp1")
+        if name == workload:
+            continue
+        of_worlds = (
+            rows.get((f"{name}-cp{world}", f"{documents}, state, predicted"), {})
+            for world in worlds
+        )
+        cells = " | ".join(map(_cell, (rows[workload, documents], *of_worlds)))
+        body.append(
+            f"| {name.split('-')[0].upper()} shape, {name.split('-')[1]}, {documents} | {cells} |"
+        )
+    about = next(line for line in read_lines(path) if line["workload"] == "machine")
+    head = ("predicted, as two were", "one GPU, measured", *(f"{world} GPUs" for world in worlds))
+    made = (
+        f"Said by one {about['machine']} alone, {about['date']} "
+        f"(`tests/benchmarks/results/parallel/{path.name}`); {_of_two(path.parent)}:"
+    )
+    return "\n".join([made, "", *as_table(head, body), ""])
+
+
+def _of_two(folder: Path) -> str:
+    """Say how far predictions of two GPUs were from what was measured beside them."""
+    off = []
+    for path in sorted(folder.glob("*-x2-context-parallel*.jsonl")):
+        rows = _rows(path)
+        for (workload, variant), row in rows.items():
+            beside = rows.get((workload, variant.removesuffix(", predicted")), {})
+            if variant.endswith(", predicted") and "ms" in row and "ms" in beside:
+                off.append(100 * (row["ms"] / beside["ms"] - 1))
+    return f"{len(off)} predictions of two were {min(off):+.1f}% to {max(off):+.1f}% off"
 
 
 def caption(path: Path, more: str = "") -> str:
@@ -168,6 +210,8 @@ def fsdp2(path: Path) -> str:
         "transformers, packed": "unpatched packed",
         "composed by hand": "composed without packfree",
         "packfree": "packfree",
+        "groups of 4 layers, weights kept": "packfree, wrapped: groups of 4 layers, weights kept",
+        "frozen weights whole": "packfree, wrapped: frozen weights whole",
         "packfree, one GPU, bf16 weights": "packfree, one GPU",
     }
     rows = _rows(path)
@@ -179,7 +223,20 @@ def fsdp2(path: Path) -> str:
     ]
     head = ("2B shape, FSDP2 over two, whole step", *names)
     made = caption(path, "fp32 shards, bf16 compute, gradients reduced in fp32")
-    return "\n".join([made, "", *as_table(head, body), ""])
+    return "\n".join([made, "", *as_table(head, body), "", *_ddp(rows)])
+
+
+def _ddp(rows: Rows) -> list[str]:
+    """Return the lines of a table of DDP's steps, with CUDA graphs and without."""
+    names = {"2b-8k-ddp": "full training", "2b-8k-lora-ddp": "LoRA r=16"}
+    ways = {"packfree, with CUDA graphs": "packfree", "without": "packfree, no graphs"}
+    body = [
+        f"| {title} | {' | '.join(_cell(rows[work, way]) for way in ways.values())} |"
+        for work, title in names.items()
+        if all((work, way) in rows for way in ways.values())
+    ]
+    head = ("2B shape, DDP over two, autocast, 8,192 tokens a rank", *ways)
+    return [*as_table(head, body), ""] if body else []
 
 
 def trainer(path: Path) -> str:

@@ -130,6 +130,9 @@ def results(tmp_path):
             exchanges,
             {"workload": "9b-64k-cp1", "variant": "8k documents", "error": "OutOfMemoryError: "},
             {"workload": "9b-64k-cp2", "variant": "8k documents, fla", **timed, **shape},
+            {"workload": "2b-64k-cp2", "variant": "8k documents, state", **timed},
+            {"workload": "2b-64k-cp2", "variant": "8k documents, state, predicted"}
+            | {"ms": 693.0, "peak_gib": 60.0},
             {
                 "workload": "gradients",
                 "variant": "documents, state",
@@ -145,6 +148,14 @@ def results(tmp_path):
                 "variant": "unpatched packed",
                 "error": "OutOfMemoryError",
             },
+            {
+                "workload": "2b-32k-lora-fsdp2",
+                "variant": "packfree, wrapped: frozen weights whole",
+                **timed,
+            },
+            {"workload": "2b-8k-ddp", "variant": "packfree", **timed},
+            {"workload": "2b-8k-ddp", "variant": "packfree, no graphs", "ms": 800.0}
+            | {"peak_gib": 50.0},
         ],
         "context_parallel_trainer": [
             {
@@ -180,8 +191,13 @@ def results(tmp_path):
         ("two-gpus-gradients", "| documents, state | 8,192 | 1.20e-02 | 3.40e-02 |"),
         (
             "two-gpus-fsdp2",
-            "| full training, 32,768 tokens a rank | out of memory | 700 ms, 60 GiB |",
+            "| full training, 32,768 tokens a rank | out of memory | 700 ms, 60 GiB |  |",
         ),
+        (
+            "two-gpus-fsdp2",
+            "| LoRA r=16, 32,768 tokens a rank |  |  | 700 ms, 60 GiB |",
+        ),
+        ("two-gpus-fsdp2", "| full training | 700 ms, 60 GiB | 800 ms, 50 GiB |"),
         ("two-gpus-trainer", "| LoRA | 700 ms, 60 GiB | 700 ms, 60 GiB |"),
         ("two-gpus-curves", "in the mean: two GPUs 0.0003, 0.0007 at most."),
     ],
@@ -189,3 +205,20 @@ def results(tmp_path):
 def test_results_become_tables(results, mark, line):
     found = context_parallel_report.every(results)[mark]
     assert line in found and "Two NVIDIA H100 80GB HBM3 of one host" in found
+
+
+def test_what_one_gpu_predicts_of_more(results):
+    """Beside how far it was off of two, of those rows that were measured, too."""
+    assert context_parallel_report.every(results)["two-gpus-predicted"] == ""
+    rows = [
+        {"workload": "2b-64k-cp1", "variant": "8k documents", "ms": 1400.0, "peak_gib": 99.0},
+        {"workload": "2b-64k-cp8", "variant": "8k documents, state, predicted", "ms": 222.0}
+        | {"peak_gib": 20.0, "efficiency": 0.788},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in [ABOUT, *rows])
+    (results / "2026-11-25-nvidia-h100-predicted.jsonl").write_text(text)
+    found = context_parallel_report.every(results)["two-gpus-predicted"]
+    assert "1 predictions of two were -1.0% to -1.0% off" in found
+    assert "| one GPU, measured | 8 GPUs |" in found
+    assert "| 2B shape, 64k, 8k documents | 1,400 ms, 99 GiB | 222 ms, 20 GiB, " in found
+    assert "efficiency 0.788 |" in found
