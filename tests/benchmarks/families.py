@@ -18,6 +18,7 @@ _MASK = "exact, through a T x T mask"
 _CONV = "FLA's Triton convolution stands in for causal-conv1d"
 _SCAN = f"{_CONV}, and mamba-ssm's Triton scan for its fused one"
 _VARLEN = "torch's varlen attention"
+_FLASH = "flash_attention_4"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Row:
         composed: the fastest exact one without this package; None: there is none.
         composed_note: of what it is composed.
         backends: of an operation of its mixer, which are timed one by one.
+        flash: what is timed with FlashAttention 4, patched and not, both exact; None: nothing.
     """
 
     title: str
@@ -43,6 +45,7 @@ class Row:
     composed: Variant | None = None
     composed_note: str = ""
     backends: tuple[tuple[str, str], ...] = ()
+    flash: Variant | None = None
 
 
 _SSD = (("ssd", "mamba_ssm"), ("ssd", "fla"), ("ssd", "torch"))
@@ -64,6 +67,7 @@ ROWS = {
         _MASK,
         composed=replace(STOCK, composed=True, liger="before"),
         composed_note=f"{_VARLEN}, Liger's norms and SwiGLU",
+        flash=Variant(liger="before", attention=_FLASH),
     ),
     "lfm2": Row(
         "LFM2 1.2B ({layers} of 16 layers)",
@@ -90,6 +94,7 @@ ROWS = {
         "eager attention; leaks: it has no boundaries",
         composed=replace(STOCK, composed=True),
         composed_note="transformers' flex attention, block masks of documents made beforehand",
+        flash=Variant(attention=_FLASH),
     ),
     "kimi": Row(
         "Kimi Linear ({layers} of 27 layers, 64 of 256 experts)",
@@ -118,7 +123,7 @@ def family_groups(tiny: bool = False) -> list[Group]:
     backends one by one; `tiny` shrinks models and rows.
     """
     lengths = long_row(tiny)
-    stages = (_ours, _composed, _stock, _by_backend)
+    stages = (_ours, _composed, _by_flash_attention, _stock, _by_backend)
     return [
         group
         for stage in stages
@@ -167,6 +172,17 @@ def _composed(name: str, row: Row, tiny: bool, lengths: tuple[int, ...]) -> list
         return []
     called = [("composed without packfree", Load(lengths))]
     return [_group(name, tiny, row.composed, called, row.composed_note)]
+
+
+def _by_flash_attention(name: str, row: Row, tiny: bool, lengths: tuple[int, ...]) -> list[Group]:
+    if row.flash is None:
+        return []
+    variants = {"packfree": row.flash, "unpatched packed": replace(row.flash, packfree=False)}
+    note = "loaded with FlashAttention 4" + ", Liger's norms and SwiGLU" * bool(row.flash.liger)
+    return [
+        _group(name, tiny, variant, [(f"{what}, FlashAttention 4", Load(lengths))], note)
+        for what, variant in variants.items()
+    ]
 
 
 def _stock(name: str, row: Row, tiny: bool, lengths: tuple[int, ...]) -> list[Group]:

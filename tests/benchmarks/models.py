@@ -48,6 +48,7 @@ class Variant:
         cuda_graphs: the argument of `apply_patches`.
         mtp: the depth of the multi-token prediction head that is trained beside the model; 0: none.
         compiled: whether torch.compile compiles each decoder layer, as one graph.
+        attention: what the model is loaded with; "": what its shape says.
     """
 
     packfree: bool = True
@@ -66,6 +67,7 @@ class Variant:
     cuda_graphs: str = "never"
     mtp: int = 0
     compiled: bool = False
+    attention: str = ""
 
     def choice(self) -> Any:
         """The backends to ask for: where FlashQLA is off, FLA's delta rule."""
@@ -113,7 +115,8 @@ def variant_of(
         os.environ["FLA_FLASH_QLA"] = "0"
     model = None
     try:
-        model = build(shape, device, torch.float32 if variant.fp32 else dtype)
+        weights = torch.float32 if variant.fp32 else dtype
+        model = build(shape, device, weights, attention=variant.attention or None)
         _put_in(model, shape, variant, upstream)
         for layer in model.get_submodule("model.layers").children() if variant.compiled else ():
             layer.compile(fullgraph=True, dynamic=True)
