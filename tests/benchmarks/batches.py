@@ -22,8 +22,9 @@ class Load:
     Attributes:
         lengths: of the documents.
         input_format: "collator" (restarting positions and every keyword a collator can give),
-            "record" (the package's own record, built beforehand), "plain" (input_ids alone) or
-            "padded" (a rectangle with a 0/1 mask).
+            "record" (the package's own record, built beforehand), "lengths" (the record, built of
+            the lengths in each step), "plain" (input_ids alone) or "padded" (a rectangle with a 0/1
+            mask).
         whole: whether the step has the head, its loss and a fused AdamW in it; else the trunk runs,
             without optimizer.
         autocast: whether the forward pass runs under bf16 autocast.
@@ -109,6 +110,18 @@ def _record(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, A
     }
 
 
+def _lengths(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, Any]:
+    return {
+        "input_ids": random_tokens((1, sum(lengths)), vocabulary, device),
+        "packed_sequence": partial(PackedSequence.from_lengths, list(lengths), device=device),
+    }
+
+
+def _called(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a step's keyword arguments, with what the step builds itself."""
+    return {name: value() if callable(value) else value for name, value in inputs.items()}
+
+
 def _plain(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, Any]:
     assert len(lengths) == 1
     return {"input_ids": random_tokens((1, lengths[0]), vocabulary, device)}
@@ -123,6 +136,7 @@ def _padded(lengths: Sequence[int], vocabulary: int, device: str) -> dict[str, A
 _FORMATS: dict[str, Callable[..., dict[str, Any]]] = {
     "collator": _collator,
     "record": _record,
+    "lengths": _lengths,
     "plain": _plain,
     "padded": _padded,
 }
@@ -137,7 +151,7 @@ def step_of(
     turns = cycle(batches)
 
     def step() -> Tensor:
-        inputs = next(turns)
+        inputs = _called(next(turns))
         trunk.zero_grad(set_to_none=True)
         with autocast():
             loss = trunk(use_cache=False, **inputs).last_hidden_state.float().pow(2).mean()
@@ -163,7 +177,7 @@ def whole_step_of(
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         with autocast():
-            loss: Tensor = model(use_cache=False, **next(turns)).loss
+            loss: Tensor = model(use_cache=False, **_called(next(turns))).loss
         loss.backward()
         optimizer.step()
         return loss.detach()

@@ -28,6 +28,7 @@ TITLES = {
 }
 """{workload: what it is}, in the order of the table."""
 GRAPHS, WITHOUT, COMPILED = "packfree", "packfree, no graphs", "packfree, layers compiled"
+GIVEN = "packfree, lengths given"
 HEAD = (
     "one step",
     "tokens",
@@ -82,7 +83,22 @@ def table(path: Path) -> str:
     # a column that no row has is none
     kept = [column for column in zip(*lines, strict=True) if any(column[2:])]
     drawn = [f"| {' | '.join(line)} |" for line in zip(*kept, strict=True)]
-    return "\n".join((made, *drawn)) + "\n" + _compiled(rows)
+    return "\n".join((made, *drawn)) + "\n" + _given(rows) + _compiled(rows)
+
+
+def _given(rows: Rows) -> str:
+    """Say what steps take whose boundaries are not read; nothing if none was timed."""
+    said = [
+        f"{TITLES[workload]}, {_tokens(workload):,} tokens, {row['in_a_row_ms']:.0f} ms"
+        for (workload, name), row in rows.items()
+        if name == GIVEN and "ms" in row
+    ]
+    return (
+        "\nWith graphs, and a record that each step builds of the lengths, one after the other: "
+        f"{'; '.join(said)}.\n"
+        if said
+        else ""
+    )
 
 
 def _compiled(rows: Rows) -> str:

@@ -272,19 +272,34 @@ def _short(tiny: bool) -> list[Group]:
         "packfree, layers compiled": (replace(PACKFREE, compiled=True), ""),
         "unpatched packed": (UNPATCHED_CONV, STANDS_IN),
     }
+
+    groups = [
+        (shape, kind, replace(variant, **options), name, loads, note)
+        for shape, kind, options, loads in kinds
+        for name, (variant, note) in variants.items()
+    ]
+    # nothing on the device has to be read there, so that no step waits for it
+    groups += [
+        (*group[:3], "packfree, lengths given", _given(group[4]), "")
+        for group in groups
+        if group[3] == "packfree" and group[1] != "-padded"
+    ]
     return [
         Group(
             SHAPES["tiny" if tiny else shape],
-            replace(variant, **options),
+            variant,
             tuple(
                 (f"{shape}-{size}{kind}, other packings", name, load)
                 for size, load in loads.items()
             ),
             note,
         )
-        for shape, kind, options, loads in kinds
-        for name, (variant, note) in variants.items()
+        for shape, kind, variant, name, loads, note in groups
     ]
+
+
+def _given(loads: dict[str, Load]) -> dict[str, Load]:
+    return {size: replace(load, input_format="lengths") for size, load in loads.items()}
 
 
 def _recomputed(tiny: bool) -> list[Group]:
