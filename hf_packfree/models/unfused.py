@@ -76,9 +76,15 @@ def _of_lora(layer: Any, x: Tensor) -> str:
     is_read = is_lora(layer) and read_weight(base, compute_dtype(x)) is not None
     if is_read and (dtype := unfit_dtype(layer, x)) is not None:
         return f"LoRA in {dtype} on activations in {x.dtype}".replace("torch.", "")
-    if (quantisation := _quantisation(base, x)) is not None:
+    quantisation = _quantisation(base, x)
+    if quantisation not in (None, SHARDED):
         return f"LoRA on {quantisation}"
-    return "LoRA with a bias" if any(layer.lora_bias.values()) else "LoRA that is not fused"
+    if any(layer.lora_bias.values()):
+        return "LoRA with a bias"
+    if quantisation is not None:
+        return f"LoRA on {quantisation}"
+    sharded = any(isinstance(weight, DTensor) for weight in layer.parameters())
+    return f"LoRA of {SHARDED}" if sharded else "LoRA that is not fused"
 
 
 def _quantisation(layer: Any, x: Tensor) -> str | None:

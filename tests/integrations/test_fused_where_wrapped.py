@@ -67,14 +67,29 @@ def ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-def fsdp2(model: nn.Module) -> nn.Module:
+def layers_of(model: nn.Module) -> Any:
+    return next(m for name, m in model.named_modules() if name.endswith("layers"))
+
+
+def fsdp2(model: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> nn.Module:
     """In bf16, from weights in fp32, as the documentation of torch shards a transformer."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layers = next(m for name, m in model.named_modules() if name.endswith("layers"))
-    for part in (*layers, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+    for part in (*layers_of(model), model):
+        shard(part, dtype)
     return model
+
+
+def shard(part: Any, dtype: torch.dtype | None = torch.bfloat16, **options: Any) -> Any:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    return fully_shard(part, mesh=mesh, mp_policy=policy, **options)
+
+
+def fsdp2_of_adapters(model: nn.Module) -> nn.Module:
+    """One group without the base, in bf16, that every rank has, as docs/parallel.md does it."""
+    frozen = {one for one in model.parameters() if not one.requires_grad}
+    for one in frozen:
+        one.data = one.data.bfloat16()
+    return shard(model, ignored_params=frozen)
 
 
 def step(model: nn.Module, autocast: bool) -> None:
@@ -96,6 +111,25 @@ def test_every_projection_is_fused(wrap, autocast, adapted, one_rank):
     computes = torch.bfloat16 if autocast or wrap is fsdp2 else torch.float32
     assert len(found) == PROJECTIONS and set(found.values()) == {computes}
     assert patch_report(wrapped).called == {}
+
+
+def test_adapters_sharded_beside_a_whole_base_are_fused(one_rank):
+    model = with_lora(apply_patches(tiny()))
+    found = answers(model)
+    step(wrapped := fsdp2_of_adapters(model), False)
+    assert len(found) == PROJECTIONS and set(found.values()) == {torch.bfloat16}
+    assert patch_report(wrapped).called == {}
+
+
+def test_biases_of_adapters_are_counted_where_weights_are_sharded(one_rank):
+    from peft import LoraConfig, get_peft_model
+
+    options = LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)
+    model = get_peft_model(apply_patches(tiny()), options)
+    found = answers(model)
+    step(wrapped := fsdp2(model), False)
+    (called,) = {name for name, dtype in found.items() if dtype is None}
+    assert called.endswith("q_proj") and patch_report(wrapped).called == {"LoRA with a bias": 1}
 
 
 @pytest.mark.parametrize(
