@@ -67,6 +67,13 @@ PRIVATE = {
     "_backward_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
     "_backward_pre_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
     "_has_any_global_hook": Private("torch 2.13", _HOOKS, "torch.nn.modules.module"),
+    "_get_fsdp_state": Private(
+        "torch 2.13",
+        "the dtype that FSDP2 gathers weights in; no public name says it, and what a row computed "
+        "in comes too late, is stale once a model is sharded, and is fp32 where residuals are",
+        "torch.distributed.fsdp.FSDPModule",
+    ),
+    "_mp_policy": Private("torch 2.13", "the same; what it says is tested beside what runs"),
     "_compiled_call_impl": Private(
         "torch 2.13",
         "the bits of compiled modules are not promised, and their layers are not fused",

@@ -16,16 +16,17 @@ from hf_packfree.ops.attention import OP as ATTENTION
 from hf_packfree.ops.backend import Fault
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.invariance import warn_of_rounding
+from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import (
     MEASURED,
     PatchReport,
-    a_parameter,
     as_under_autocast,
     called_in_words,
     patch_report,
     warn_of_heads,
     warn_once,
 )
+from hf_packfree.patching.sharding import a_parameter, what_layers_read
 
 logger = logging.getLogger("hf_packfree")
 
@@ -63,7 +64,7 @@ def announce(model: nn.Module, state: PatchState, autocast: torch.dtype | None =
         )
     single = (
         _running(state.cuda_single, "minutes", " in float32")
-        if a_parameter(model).dtype == torch.float32
+        if what_layers_read(model, family_of(model)).dtype == torch.float32
         else []
     )
     # the former under autocast, too

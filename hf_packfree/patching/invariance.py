@@ -20,6 +20,7 @@ from hf_packfree.ops.fused.linear import COMPARED, NARROW
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import trunks
+from hf_packfree.patching.sharding import is_fsdp
 from hf_packfree.versions import VERSIONS
 
 logger = logging.getLogger("hf_packfree")
@@ -116,6 +117,8 @@ def _operations(implementations: Mapping[str, str]) -> str | None:
 def _model(model: nn.Module) -> str | None:
     if any(map(is_compiled, model.modules())):
         return "batch invariance is not promised in compiled graphs"
+    if any(map(is_fsdp, model.modules())):
+        return "batch invariance is not tested where FSDP gathers the weights"
     if drops_out(model):
         return "attention with dropout runs in PyTorch eager while training"
     return None

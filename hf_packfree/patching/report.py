@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hf_packfree._version import __version__
 from hf_packfree.models.head_loss import why_logits_are_made
@@ -37,10 +37,12 @@ from hf_packfree.patching.plan import (
     unpatched_heads,
 )
 from hf_packfree.patching.registry import FAMILIES, family_of
+from hf_packfree.patching.sharding import is_fsdp1, is_fsdp2, policy_dtype, what_layers_read
 
 logger = logging.getLogger("hf_packfree")
 MEASURED = "is in no table; its packed rows were measured on a tiny copy"
 NOT_FUSED = "linear layers are transformers' own: none is fused, with LoRA or without"
+FLAT = "FSDP1's flat parameters"
 _ATTENTION: dict[str | None, str] = {
     "sdpa": "torch",
     "eager": "torch",
@@ -62,7 +64,7 @@ class PatchReport:
         swaps: {class name: how many modules of it are swapped and run}; a head that another forward
             bypasses is not in it.
         implementations: {operation: backend that runs for packed rows where the model is now, under
-            autocast if it is on}.
+            autocast if it is on, and in the dtype of FSDP's policy where it gathers the weights}.
         why: {operation, or "operation in float32": why a faster backend is not used on this
             machine's GPUs}.
         batch_invariant: the option of `apply_patches`; whether it holds is in `rounding`.
@@ -81,7 +83,7 @@ class PatchReport:
             but without the fused kernels for plain weights and LoRA}; what would be fused under
             autocast says so.
         autocast: what it makes of float32 weights in fused layers; empty where it is off, or there
-            are none.
+            are none, as where FSDP gathers them in half precision.
         rounding: why a document gets, where the model is now, what it gets alone only up to
             rounding; None: bit for bit in the layers' forward pass, as `tests/gpu` checks it.
     """
@@ -178,10 +180,10 @@ class PatchReport:
 
 def patch_report(model: nn.Module) -> PatchReport:
     """Return what is swapped in `model` and what runs in it; works on any module, patched or
-    not.
+    not. Where FSDP wraps the model, ask it of the whole, which has the policies of all layers.
     """
     family, state = family_of(model), find_state(model)
-    loaded = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    loaded = getattr(_config(model, family), "_attn_implementation", None)
     found = PatchReport(
         model=type(model).__name__,
         family=family.name if family else None,
@@ -196,7 +198,8 @@ def patch_report(model: nn.Module) -> PatchReport:
     swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
     # a head that the model does not run through is not counted
     run = (part for part in swapped if not (isinstance(part, heads) and is_bypassed(part)))
-    runs = _implementations(state, family, model)
+    x = what_layers_read(model, family)
+    runs = _implementations(state, family, model, x)
     fused = any(OPS[op].linear_layers and name != "torch" for op, name in runs.items())
     return replace(
         found,
@@ -209,11 +212,11 @@ def patch_report(model: nn.Module) -> PatchReport:
         padded=state.padded,
         cuda_graphs="" if state.cuda_graphs == "never" else state.graphs.in_words(),
         context_parallel=str(state.context_parallel or ""),
-        long_documents={} if state.batch_invariant else _long_documents(model, family, runs),
+        long_documents={} if state.batch_invariant else _long_documents(model, family, runs, x),
         left_alone=unpatched_heads(model, family),
-        called=_called(model, family, state),
-        autocast=_autocast_in_words(model, family) if fused else "",
-        rounding=why_rounding(model, family, runs, a_parameter(model))
+        called=_called(model, family, state, x),
+        autocast=_autocast_in_words(model, family, x) if fused else "",
+        rounding=why_rounding(model, family, runs, x)
         if state.batch_invariant
         else "batch_invariant is off",
     )
@@ -225,20 +228,23 @@ def called_in_words(called: dict[str, int]) -> str:
     return f"projections called as they are, exact but not fused: {kinds}"
 
 
-def _long_documents(model: nn.Module, family: Family, runs: dict[str, str]) -> dict[str, str]:
-    device, sizes = a_parameter(model).device, op_sizes(model, family)
+def _long_documents(
+    model: nn.Module, family: Family, runs: dict[str, str], x: torch.Tensor
+) -> dict[str, str]:
+    device, sizes = x.device, op_sizes(model, family)
     ways = {
         op: OPS[op].backends[name].long for op, name in runs.items() if name in OPS[op].backends
     }
     return {op: way.how for op, way in ways.items() if way and way.takes(device, sizes)}
 
 
-def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, int]:
+def _called(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor) -> dict[str, int]:
     """Count by kind what keeps projections of the decoder layers from being fused; what is
     inside one counts with it.
     """
-    x, found = a_parameter(model), Counter[str]()
-    compiled, gathered = _inside(model, is_compiled), _inside(model, _is_fsdp)
+    found = Counter[str]()
+    compiled, gathered = _inside(model, is_compiled), _inside(model, is_fsdp2)
+    flat = _inside(model, is_fsdp1)
     left: list[Any] = list(trunks(model, family))
     embeddings = [trunk.get_input_embeddings() for trunk in left]
     while left:
@@ -246,6 +252,8 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
         kind = _kind(module, x, adapters=not state.batch_invariant)
         if module in compiled and is_projection(module):
             kind = "torch.compile"
+        elif module in flat and is_projection(module):
+            kind = FLAT
         if kind is not None and not (kind.endswith(SHARDED) and module in gathered):
             found[kind] += 1
         elif not is_lora(module):
@@ -253,12 +261,20 @@ def _called(model: nn.Module, family: Family, state: PatchState) -> dict[str, in
     return dict(sorted(found.items()))
 
 
-def _autocast_in_words(model: nn.Module, family: Family) -> str:
+def _autocast_in_words(model: nn.Module, family: Family, x: torch.Tensor) -> str:
     """Say what fused layers make of float32 weights, LoRA's too, where autocast rounds them."""
-    x = a_parameter(model)
-    dtype = compute_dtype(x)
-    layers = (part for trunk in trunks(model, family) for part in trunk.modules())
-    is_wide = any(type(part) is nn.Linear and part.weight.dtype == torch.float32 for part in layers)
+    dtype, gathered_in = compute_dtype(x), policy_dtype(model, family)
+    fused = {*model.modules()} - _inside(model, is_fsdp1)
+    weights = [
+        part.weight
+        for trunk in trunks(model, family)
+        for part in trunk.modules()
+        if type(part) is nn.Linear and part in fused
+    ]
+    is_wide = any(
+        ((isinstance(weight, DTensor) and gathered_in) or weight.dtype) == torch.float32
+        for weight in weights
+    )
     if not is_wide or not under_autocast(x.device) or dtype == torch.float32:
         return ""
     return (
@@ -270,10 +286,6 @@ def _autocast_in_words(model: nn.Module, family: Family) -> str:
 def _inside(model: nn.Module, is_one: Callable[[Any], bool]) -> set[nn.Module]:
     """Return what lies in parts of a model that are one, and these."""
     return {inner for part in model.modules() if is_one(part) for inner in part.modules()}
-
-
-def _is_fsdp(module: Any) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 @contextmanager
@@ -324,14 +336,15 @@ def _package_of(attention: str | None) -> str | None:
     return "kernels" if attention is not None and "/" in attention else _ATTENTION.get(attention)
 
 
-def _implementations(state: PatchState, family: Family, model: nn.Module) -> dict[str, str]:
-    parameter = a_parameter(model)
+def _implementations(
+    state: PatchState, family: Family, model: nn.Module, x: torch.Tensor
+) -> dict[str, str]:
     # mixers choose by what a projection returns
-    kernels = state.kernels_for(parameter.device, compute_dtype(parameter)).bare()
+    kernels = state.kernels_for(x.device, compute_dtype(x)).bare()
     called = ops_of(model, family)
     runs = {op: kernels[op] for op in OPS if op in called}
     configs = {
-        "layers": getattr(model, "config", None),
+        "layers": _config(model, family),
         "towers": getattr(tower_attention_of(model, family), "config", None),
     }
     classes: Any = family.pairs().values()
@@ -347,9 +360,14 @@ def _implementations(state: PatchState, family: Family, model: nn.Module) -> dic
     return runs
 
 
-def a_parameter(model: nn.Module) -> torch.Tensor:
-    """Return a parameter, for its device and dtype."""
-    return next(model.parameters(), torch.empty(0))
+def _config(model: nn.Module, family: Family | None) -> Any:
+    """Return the model's config, or that of a text model in it where what wraps it (DDP) shows
+    none; None: there is neither.
+    """
+    found = getattr(model, "config", None)
+    if found is not None or family is None:
+        return found
+    return next((trunk.config for trunk in trunks(model, family)), None)
 
 
 def warn_of_heads(left_alone: dict[str, str]) -> None:

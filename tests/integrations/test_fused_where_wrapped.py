@@ -8,16 +8,21 @@ so the question is put by hooks on what holds the layers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.models.plain_layers import plain_layers
+from hf_packfree.models.state import Kernels, PatchState
+from hf_packfree.ops.table import OPS
 from tests.integrations.compare import in_steps, labelled, packed
 from tests.integrations.marks import needs
 from tests.support import tiny
@@ -84,12 +89,35 @@ def shard(part: Any, dtype: torch.dtype | None = torch.bfloat16, **options: Any)
     return fully_shard(part, mesh=mesh, mp_policy=policy, **options)
 
 
+def fsdp2_in_fp32(model: nn.Module) -> nn.Module:
+    return fsdp2(model, None)
+
+
+def fsdp2_of_groups(model: nn.Module) -> nn.Module:
+    """Two layers at a time."""
+    layers = [*layers_of(model)]
+    for start in range(0, len(layers), 2):
+        shard(layers[start : start + 2])
+    return shard(model)
+
+
 def fsdp2_of_adapters(model: nn.Module) -> nn.Module:
     """One group without the base, in bf16, that every rank has, as docs/parallel.md does it."""
     frozen = {one for one in model.parameters() if not one.requires_grad}
     for one in frozen:
         one.data = one.data.bfloat16()
     return shard(model, ignored_params=frozen)
+
+
+def fsdp1(model: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> nn.Module:
+    kinds = {type(layer) for layer in layers_of(model)}
+    return FSDP1(
+        model,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        mixed_precision=MixedPrecision(param_dtype=dtype),
+        auto_wrap_policy=ModuleWrapPolicy(kinds),
+    )
 
 
 def step(model: nn.Module, autocast: bool) -> None:
@@ -130,6 +158,92 @@ def test_biases_of_adapters_are_counted_where_weights_are_sharded(one_rank):
     step(wrapped := fsdp2(model), False)
     (called,) = {name for name, dtype in found.items() if dtype is None}
     assert called.endswith("q_proj") and patch_report(wrapped).called == {"LoRA with a bias": 1}
+
+
+def test_projections_that_fsdp1_keeps_in_flat_parameters_are_called_and_counted(one_rank):
+    """In forward passes they read views, which no layer holds as its own."""
+    model = apply_patches(tiny())
+    found = answers(model)
+    step(wrapped := fsdp1(model), False)
+    assert len(found) == PROJECTIONS and set(found.values()) == {None}
+    assert patch_report(wrapped).called == {"FSDP1's flat parameters": PROJECTIONS}
+
+
+def asked_in(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> set[torch.dtype]:
+    """Return the dtypes for which kernels are asked meanwhile."""
+    asked, kernels_for = set[torch.dtype](), PatchState.kernels_for
+
+    def ask(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
+        asked.add(dtype)
+        return kernels_for(state, device, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PatchState, "kernels_for", ask)
+        run()
+    return asked
+
+
+def said(monkeypatch: pytest.MonkeyPatch, model: nn.Module, autocast: bool = False) -> Any:
+    """Return the report of a machine whose kernels are named as the dtype they are for."""
+
+    def named(state: PatchState, device: torch.device, dtype: torch.dtype) -> Kernels:
+        return Kernels(dict.fromkeys(OPS, str(dtype)))
+
+    with monkeypatch.context() as patch, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        patch.setattr(PatchState, "kernels_for", named)
+        return patch_report(model)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "dtype"),
+    [
+        (ddp, torch.float32),
+        (fsdp2, torch.bfloat16),
+        (fsdp2_of_groups, torch.bfloat16),
+        (fsdp2_in_fp32, torch.float32),
+        (fsdp1, torch.bfloat16),
+        (partial(fsdp1, dtype=None), torch.float32),
+    ],
+)
+def test_the_report_names_the_kernels_of_the_dtype_that_layers_compute_in(
+    wrap, dtype, monkeypatch, one_rank
+):
+    """Weights are fp32 in all of them, before the first row and after it."""
+    model = apply_patches(tiny())
+    # a row that runs before sharding says nothing of those after it
+    step(model, False)
+    wrapped = wrap(model)
+    before = said(monkeypatch, wrapped)
+    assert asked_in(monkeypatch, lambda: step(wrapped, False)) == {dtype}
+    assert set(before.implementations.values()) == {str(dtype)}
+    assert before.attention == model.config._attn_implementation
+    assert said(monkeypatch, wrapped) == before
+    assert set(said(monkeypatch, wrapped, True).implementations.values()) == {"torch.bfloat16"}
+
+
+def test_each_model_goes_by_its_own_policy(monkeypatch, one_rank):
+    """Of layers, too, where the rest of the model has another."""
+    half, single, both = (apply_patches(tiny()) for _ in range(3))
+    fsdp2(half), fsdp2_in_fp32(single)
+    for layer in both.model.layers:
+        shard(layer)
+    shard(both, None)
+    found = [said(monkeypatch, model) for model in (half, single, both)]
+    assert [set(one.implementations.values()) for one in found] == [
+        {"torch.bfloat16"},
+        {"torch.float32"},
+        {"torch.bfloat16"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "rounds"), [(ddp, True), (fsdp2_in_fp32, True), (fsdp2, False), (fsdp1, False)]
+)
+def test_weights_that_fsdp_gathers_in_half_precision_are_not_rounded_by_autocast(
+    wrap, rounds, monkeypatch, one_rank
+):
+    found = said(monkeypatch, wrap(apply_patches(tiny())), autocast=True)
+    assert bool(found.autocast) == rounds
 
 
 @pytest.mark.parametrize(

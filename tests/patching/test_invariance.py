@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import BackendUnavailable, PatchConflict
@@ -271,6 +273,15 @@ def test_of_the_models_own_attention_bits_are_not_promised(hopper, attention):
     model = hopper()
     model.config._attn_implementation = attention
     assert patch_report(model).rounding == "batch invariance is not promised of what runs attention"
+
+
+def test_of_weights_that_fsdp_gathers_bits_are_not_promised(hopper, one_rank):
+    # before a GPU is pretended, for which torch would want NCCL
+    mesh = init_device_mesh("cpu", (1,))
+    model = hopper()
+    fully_shard(model.model.layers[0], mesh=mesh)
+    reason = "batch invariance is not tested where FSDP gathers the weights"
+    assert patch_report(model).rounding == reason
 
 
 def test_compiled_models_and_dropout_are_said(hopper):
