@@ -19,4 +19,6 @@ def opaque(cls: type[_Record]) -> type[_Record]:
 
 def replaced(record: _Record, **changes: Any) -> _Record:
     """Return an `opaque` record with other values of some fields, which are not checked."""
-    return type(record)(**{**vars(record), **changes})
+    # a captured one refuses to be read
+    fields = {name: getattr(record, name) for name in vars(record)}
+    return type(record)(**{**fields, **changes})

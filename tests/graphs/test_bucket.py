@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_packfree.graphs.bucket import FINEST, STEPS, Bucket, bucket_of, in_bucket
+from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable
 from hf_packfree.ops.attention import cudnn
 from hf_packfree.ops.delta_rule.segments import plan_segments
 from hf_packfree.packing import PackedSequence, chunk_plan
@@ -63,3 +65,11 @@ def test_documents_of_a_bounded_row_do_not_go_to_cudnn(monkeypatch):
     assert cudnn.attend(x, x, x, packed, long=40).sum() == 40 * 8
     row = in_bucket(packed, bucket_of(packed))
     assert cudnn.attend(x, x, x, row, long=40).sum() == 0
+
+
+def test_no_other_record_is_made_of_a_captured_one():
+    """A graph could not be replayed for the next row: the layers run without one."""
+    captured = CapturedSequence.of(PackedSequence.from_lengths([3, 5]))
+    assert captured.for_shape((1, 8)) is captured
+    with pytest.raises(NotCapturable, match="differs between rows"):
+        captured.for_shape((2, 4))
