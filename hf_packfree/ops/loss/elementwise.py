@@ -55,7 +55,8 @@ class Step:
             return 1.0
         (number,) = self.numbers
         if self.function is torch.ops.aten.mul.Tensor:
-            return number
+            # what kernels take integers for is code of its own
+            return float(number)
         return 1 / number if number else float("inf")
 
     @property
@@ -202,4 +203,13 @@ class LazyGradient(LazyTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-__all__ = ["Elementwise", "LazyGradient", "Step", "after_steps", "growth", "origin_of", "step_of"]
+__all__ = [
+    "Elementwise",
+    "LazyGradient",
+    "Step",
+    "after_steps",
+    "growth",
+    "head_of",
+    "origin_of",
+    "step_of",
+]

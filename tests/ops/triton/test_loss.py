@@ -106,6 +106,14 @@ def test_what_a_head_does_between_product_and_loss(name, dtype, launched, monkey
     assert launched == KERNELS
 
 
+def test_a_heads_integers_are_floats_to_the_kernel():
+    """It would be compiled once more for them, and for every kind of integer."""
+    steps = Step(DIV, (8,)), Step(TANH, ()), Step(MUL, (16,))
+    head = head_of(steps)
+    assert head == (0.125, True, 16.0)
+    assert type(head.before) is type(head.after) is float
+
+
 def test_a_head_leaves_no_large_logits():
     """What is beyond a cap is the cap, with a gradient of zero."""
     logits = torch.tensor([[1e30, -1e30, 3.0, 0.0]])
