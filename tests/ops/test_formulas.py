@@ -13,7 +13,16 @@ from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.computed_weights import scaled
 from hf_packfree.ops.fused.lora import Adapter, LoraLinear
 from hf_packfree.ops.kda import kda
-from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
+from hf_packfree.ops.loss import (
+    OP,
+    Targets,
+    Wanted,
+    head_scales,
+    lazy_logits,
+    linear_cross_entropy,
+    linear_log_probs,
+    loss_of,
+)
 from hf_packfree.ops.ssd import ssd
 
 T, K, V = 13, 5, 4
@@ -195,6 +204,24 @@ def test_loss_and_log_probabilities():
     wanted = dz @ W.detach(), dz.mT @ x.detach(), dz.sum(0)
     found = torch.autograd.grad([out.log_probs, out.entropy], [x, W, b], [a, c])
     assert all(map(near, found, wanted))
+
+
+@pytest.mark.parametrize("capped", [False, True], ids=["scaled", "capped"])
+def test_loss_of_a_head_that_scales_or_caps(capped):
+    torch.manual_seed(0)
+    x, W = (torch.randn(size, K).double().requires_grad_() for size in (T, V))
+    y, z, a, c = torch.arange(T) % V, (x @ W.mT).detach(), 0.4 if capped else 3.0, 1 / 0.4
+    logits = lazy_logits(x, W)
+    head_scales(logits, True)
+    made = (logits * a).tanh() * c if capped else logits * a
+    loss = loss_of(made, Targets.of(y, -100), OP.backend("torch").softmax_gradient)
+    found, onehot = torch.autograd.grad(loss, [x, W]), torch.eye(V).double()[y]
+    u = c * (a * z).tanh() if capped else a * z
+    slope = a * c * (1 - (a * z).tanh() ** 2) if capped else a
+    assert near(loss, (u.logsumexp(-1) - (u * onehot).sum(-1)).sum(), 1e-6)
+    dz = (u.softmax(-1) - onehot) * slope
+    wanted = dz @ W.detach(), dz.mT @ x.detach()
+    assert all(near(*pair, 1e-5) for pair in zip(found, wanted, strict=True))
 
 
 @pytest.fixture
