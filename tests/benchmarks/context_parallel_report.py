@@ -113,14 +113,14 @@ def of_more(path: Path) -> str:
             rows.get((f"{name}-cp{world}", f"{documents}, state, predicted"), {})
             for world in worlds
         )
-        cells = " | ".join(map(_cell, (rows[workload, documents], *of_worlds)))
-        body.append(
-            f"| {name.split('-')[0].upper()} shape, {name.split('-')[1]}, {documents} | {cells} |"
-        )
+        alone = rows[workload, documents]
+        cells = " | ".join(map(_cell, (alone, *of_worlds)))
+        body.append(f"| {_title(name, documents, alone)} | {cells} |")
     about = next(line for line in read_lines(path) if line["workload"] == "machine")
-    head = ("predicted, as two were", "one GPU, measured", *(f"{world} GPUs" for world in worlds))
+    predicted = (f"{world} GPUs, predicted" for world in worlds)
+    head = ("whole step without optimizer", "one GPU, measured", *predicted)
     made = (
-        f"Said by one {about['machine']} alone, {about['date']} "
+        f"Predicted from one {about['machine']}, {about['date']} "
         f"(`tests/benchmarks/results/parallel/{path.name}`); {_of_two(path.parent)}:"
     )
     return "\n".join([made, "", *as_table(head, body), ""])
@@ -135,7 +135,9 @@ def _of_two(folder: Path) -> str:
             beside = rows.get((workload, variant.removesuffix(", predicted")), {})
             if variant.endswith(", predicted") and "ms" in row and "ms" in beside:
                 off.append(100 * (row["ms"] / beside["ms"] - 1))
-    return f"{len(off)} predictions of two were {min(off):+.1f}% to {max(off):+.1f}% off"
+    return (
+        f"such predictions of two GPUs, {len(off)}, were {min(off):+.1f}% to {max(off):+.1f}% off"
+    )
 
 
 def caption(path: Path, more: str = "") -> str:
@@ -164,7 +166,16 @@ def _line(
     workload: str, documents: str, ways: Sequence[str], rows: Rows, with_prediction: bool
 ) -> str:
     found = [_of(way, workload, documents, rows) for way in ways]
-    facts = next((row for row in found if "tokens" in row), {})
+    title = _title(workload, documents, next((row for row in found if "tokens" in row), {}))
+    predicted = _predicted(
+        _of("state, predicted", workload, documents, rows), _of("state", workload, documents, rows)
+    )
+    cells = [*map(_cell, found), *[predicted] * with_prediction]
+    return f"| {title} | {' | '.join(cells)} |"
+
+
+def _title(workload: str, documents: str, facts: dict[str, Any]) -> str:
+    """Say what a row is of; `facts` are those of one of its ways."""
     model, size, *kind = workload.split("-")
     # of rows that found no memory
     tokens = facts.get("tokens") or 1024 * int(size[:-1])
@@ -174,11 +185,7 @@ def _line(
         *["layers recomputed"] * facts.get("recomputed", False),
         documents,
     ]
-    predicted = _predicted(
-        _of("state, predicted", workload, documents, rows), _of("state", workload, documents, rows)
-    )
-    cells = [*map(_cell, found), *[predicted] * with_prediction]
-    return f"| {', '.join(parts)} | {' | '.join(cells)} |"
+    return ", ".join(parts)
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -227,14 +234,17 @@ def fsdp2(path: Path) -> str:
 
 
 def _ddp(rows: Rows) -> list[str]:
-    """Return the lines of a table of DDP's steps, with CUDA graphs and without."""
+    """Return the lines of a table of DDP's steps, with CUDA graphs and without: times alone, for the
+    peak of what is allocated has nothing of a graph's memory.
+    """
     names = {"2b-8k-ddp": "full training", "2b-8k-lora-ddp": "LoRA r=16"}
     ways = {"packfree, with CUDA graphs": "packfree", "without": "packfree, no graphs"}
-    body = [
-        f"| {title} | {' | '.join(_cell(rows[work, way]) for way in ways.values())} |"
-        for work, title in names.items()
-        if all((work, way) in rows for way in ways.values())
-    ]
+    body = []
+    for work, title in names.items():
+        found = [rows.get((work, way), {}) for way in ways.values()]
+        if all("ms" in row for row in found):
+            times = " | ".join(f"{row['ms']:,.0f} ms" for row in found)
+            body.append(f"| {title} | {times} |")
     head = ("2B shape, DDP over two, autocast, 8,192 tokens a rank", *ways)
     return [*as_table(head, body), ""] if body else []
 
