@@ -135,6 +135,8 @@ def _of_two(folder: Path) -> str:
             beside = rows.get((workload, variant.removesuffix(", predicted")), {})
             if variant.endswith(", predicted") and "ms" in row and "ms" in beside:
                 off.append(100 * (row["ms"] / beside["ms"] - 1))
+    if not off:
+        return "no such prediction of two GPUs has a row that was measured"
     return (
         f"such predictions of two GPUs, {len(off)}, were {min(off):+.1f}% to {max(off):+.1f}% off"
     )
