@@ -41,6 +41,11 @@ class InterfaceAttention(Replacement):
     attends_for = "sdpa", "eager"
     follows_trees = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give transformers our entry, before a packed row asks for it."""
+        AttentionInterface.register(NAME, _attend)
+        super().__init_subclass__(**kwargs)
+
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -211,8 +216,3 @@ def is_more_than_text(module: Any) -> bool:
     """Whether a module's configuration holds one of a text model besides others."""
     config = getattr(module, "config", None)
     return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config
-
-
-def register() -> None:
-    """Give transformers our entry, before a packed row asks for it."""
-    AttentionInterface.register(NAME, _attend)

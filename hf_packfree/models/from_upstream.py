@@ -9,7 +9,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-from hf_packfree.models.attention_interface import InterfaceAttention, register
+from hf_packfree.models.attention_interface import InterfaceAttention
 from hf_packfree.models.base import classes_of
 from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
 from hf_packfree.models.gated_mlp import GatedMLP
@@ -38,7 +38,6 @@ def replacements(name: str) -> dict[str, Any]:
     """Return what a family's file would hold, made for the modeling module `name`: a class of ours
     for each text model, mixer and head, HEADS and tiny_config.
     """
-    register()
     upstream, home = import_module(name), f"{__name__}:{name}"
     ours: dict[str, Any] = dict(classes_of(upstream, home, *HALVES))
     heads = heads_of(upstream, home, RecordHead)

@@ -13,11 +13,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_packfree
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
-from hf_packfree.models.base import classes_of
+from hf_packfree.models.attention_interface import NAME, InterfaceAttention
+from hf_packfree.models.base import classes_of, stands_for
 from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
 from hf_packfree.models.trunk import PackedTrunk
 from hf_packfree.models.vision_language import PackedVisionLanguage
@@ -165,6 +167,22 @@ def test_report_removal_and_twice(row):
         (name, type(module), sorted(vars(module))) for name, module in model.named_modules()
     ]
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_transformers_knows_our_attention_where_a_familys_own_file_has_it(monkeypatch):
+    """A `KeyError` in the first packed row otherwise, unless a family without a file was there."""
+    known = type(ALL_ATTENTION_FUNCTIONS)._global_mapping
+    monkeypatch.delitem(known, NAME, raising=False)
+    upstream = brook.upstream
+    cls = type("BrookAttention", (InterfaceAttention, upstream.BrookAttention), {})
+    monkeypatch.setattr(brook, "BrookAttention", stands_for(upstream)(cls))
+    added = dataclasses.replace(brook.ROW, replacement=brook.__name__)
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, added))
+    batch, model = row_batch("positions", ROW), tiny(added)
+    weights = random_weights(batch, 128)
+    alone = run_alone(model, batch, weights)
+    logits, grads = errors(run(apply_patches(model), batch, weights), alone)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
 
 
 def test_verify_measures_it(row):
