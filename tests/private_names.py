@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from transformers import PreTrainedModel
+
 import hf_packfree
 from tests.source import nodes
 
@@ -62,6 +65,14 @@ PRIVATE = {
     "_to_copy": Private("torch 2.13", "lazy logits change dtype without being made"),
     "_version": Private("torch 2.13", "what was changed in place is noticed", "torch.Tensor"),
     "_modules": Private("torch 2.13", "modules are swapped and called by name", "torch.nn.Module"),
+    "_parameters": Private(
+        "torch 2.13",
+        "weights are read past the module's own lookup, which is slow",
+        "torch.nn.Module",
+    ),
+    "_buffers": Private(
+        "torch 2.13", "weights of any kind but a plain one are not captured", "torch.nn.Module"
+    ),
     "_forward_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
     "_forward_pre_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
     "_backward_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
@@ -96,6 +107,16 @@ PRIVATE = {
         "a new multi-token head begins as upstream's modules do",
         "transformers.PreTrainedModel",
     ),
+    "_from_config": Private(
+        "transformers 5.24",
+        "a class that is none of the Auto classes draws weights where they will be",
+        "transformers.PreTrainedModel",
+    ),
+    "_deepstack_process": Private(
+        "transformers 5.24",
+        "features between layers are added where the record counted them; ours is in front of it",
+        "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel",
+    ),
     "_model_mapping": Private(
         "transformers 5.24",
         "which Auto class holds a config",
@@ -120,6 +141,39 @@ PRIVATE = {
     ),
 }
 
+_FLASH_QLA = "flash_qla.ops.gated_delta_rule.chunk"
+_SEGMENTS = "segments of long documents run in parts of its passes, which have no public names"
+PRIVATE |= {
+    "triton.runtime.driver": Private(
+        "triton 3.9", "the cached launcher asks for the current stream", "triton.runtime"
+    ),
+    "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined": Private(
+        "mamba-ssm 2.3.2",
+        "its scan, where nothing was compiled",
+        "mamba_ssm.ops.triton.ssd_combined",
+    ),
+    "flash_qla.utils.index.prepare_varlen_metadata": Private(
+        "flash-qla 0.1.3", "its own plan, where the release is not known", "flash_qla.utils.index"
+    ),
+    **{
+        f"{home}.{name}": Private("flash-qla 0.1.3", _SEGMENTS, home)
+        for home, name in (
+            (_FLASH_QLA, "chunk_local_cumsum"),
+            (_FLASH_QLA, "kkt_solve"),
+            (_FLASH_QLA, "fused_gdr_fwd"),
+            (_FLASH_QLA, "fused_gdr_dh"),
+            (f"{_FLASH_QLA}.hopper.prepare_h", "tilelang_prepare_h"),
+        )
+    },
+}
+"""Those without an underscore are of modules that the package's own pages do not name."""
+
+_PUBLIC_MODULES = re.compile(
+    r"(triton(\.language)?|fla\.ops\.\w+|flash_qla|mamba_ssm|causal_conv1d)"
+)
+_KERNELS = ("triton", "fla", "flash_qla", "mamba_ssm", "causal_conv1d")
+"""Packages of kernels, and their modules that everybody imports from."""
+
 _ENDINGS = {"_features", "_grid_thw", "_start", "_token_id", "_start_token_id", "_start_token"}
 _ENDINGS |= {"_bos_token", "_text"}
 """Strings that are ends of public names of transformers' configs and arguments."""
@@ -133,44 +187,80 @@ def touched() -> dict[str, set[str]]:
     """Return {private name: the files that touch it}."""
     found: dict[str, set[str]] = defaultdict(set)
     sources = {file: file.read_text() for file in HOUSE.rglob("*.py")}
-    ours = {name for source in sources.values() for name in _defined(source)} - _REPLACED
-    known = ours | _ENDINGS | _PUBLIC_OR_OURS
+    members = {name for source in sources.values() for name in _members(source)}
+    members -= _REPLACED | {name for one in _OFTEN_READ for name in dir(one)}
+    words = members | {name for source in sources.values() for name in _variables(source)}
     for file, source in sources.items():
-        for name in {*_names(source)} - known:
+        attributes = {*_attributes(source), *_imports(source)} - members
+        strings = {*_strings(source)} - (words - _REPLACED) - _ENDINGS
+        for name in (attributes | strings) - _PUBLIC_OR_OURS:
             found[name].add(str(file.relative_to(HOUSE)))
     return found
 
 
-_REPLACED = {"_attn_implementation", "_cp_context", "_prepare_cp"}
+_REPLACED = {"_attn_implementation", "_cp_context", "_deepstack_process", "_prepare_cp"}
 """Names that we put something of ours under."""
 
 
-def _defined(source: str) -> Iterator[str]:
+_OFTEN_READ = (torch.nn.Module(), torch.Tensor, PreTrainedModel)
+"""What has private names that a class of ours may have for something else: `_parameters`."""
+
+
+def _members(source: str) -> Iterator[str]:
+    """Yield what classes of ours define, and set on themselves."""
+    for node in nodes(source):
+        if isinstance(node, ast.ClassDef):
+            yield from (one.name for one in node.body if isinstance(one, ast.FunctionDef))
+            yield from (name for one in node.body for name in _targets(one))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
+
+
+def _targets(node: ast.AST) -> Iterator[str]:
+    found = getattr(node, "targets", [getattr(node, "target", None)])
+    yield from (one.id for one in found if isinstance(one, ast.Name))
+
+
+def _variables(source: str) -> Iterator[str]:
+    """Yield names of functions, classes and variables, which strings may have for other reasons."""
     for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node, ast.Name):
-                yield node.id
-            elif isinstance(node.value, ast.Name) and node.value.id == "self":
-                yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
 
 
 def _names(source: str) -> Iterator[str]:
     """Yield private attributes, modules, what is imported of them, and strings like these."""
+    yield from (*_attributes(source), *_strings(source), *_imports(source))
+
+
+def _attributes(source: str) -> Iterator[str]:
     for node in nodes(source):
         if isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
             yield node.attr
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+
+
+def _strings(source: str) -> Iterator[str]:
+    for node in nodes(source):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if _PRIVATE.fullmatch(node.value):
                 yield node.value
-        elif isinstance(node, ast.Import | ast.ImportFrom):
+
+
+def _imports(source: str) -> Iterator[str]:
+    for node in nodes(source):
+        if isinstance(node, ast.Import | ast.ImportFrom):
             yield from _imported(node)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     home = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
     if home.startswith("hf_packfree"):
+        return
+    if home.partition(".")[0] in _KERNELS and not _PUBLIC_MODULES.fullmatch(home):
+        yield from (f"{home}.{one.name}" for one in node.names)
         return
     for name in [f"{home}.{one.name}" for one in node.names]:
         if any(_PRIVATE.fullmatch(part) for part in name.split(".")):

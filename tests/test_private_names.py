@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
+import torch
 
 from tests import private_names
 from tests.private_names import PRIVATE, touched
@@ -21,6 +22,16 @@ def test_a_new_one_is_found():
     source = "from torch._inductor import config\nimport triton._C as c\nx._foo\ngetattr(x, '_bar')"
     names = set(private_names._names(source))
     assert names == {"torch._inductor", ".triton._C", "_foo", "_bar"}
+    inner = "from flash_qla.utils.index import plan\nfrom flash_qla import rule\nimport fla.ops.kda"
+    assert {*private_names._names(inner)} == {"flash_qla.utils.index.plan"}
+
+
+def test_one_that_a_class_of_ours_has_for_something_else_is_found():
+    """`Module._parameters`, where another class of ours has parameters of its own."""
+    assert "_parameters" in {
+        *private_names._members("class A:\n def f(self): self._parameters = 1")
+    }
+    assert "graphs/settings.py" in touched()["_parameters"]
 
 
 def home_of(path: str):
@@ -38,6 +49,6 @@ def home_of(path: str):
 @pytest.mark.parametrize("name", [name for name, one in PRIVATE.items() if one.home is not None])
 def test_it_is_still_there(name):
     home = home_of(PRIVATE[name].home)
-    if isinstance(home, type) and name.endswith(("_hooks", "_modules")):
+    if home is torch.nn.Module:
         home = home()
     assert hasattr(home, name.rpartition(".")[2])
