@@ -46,12 +46,11 @@ TOWERS_MAKE_POSITIONS = Version("5.9.0") > RELEASE
 make both on the device.
 """
 
-LINEAR, FULL = (
-    ("mamba", "attention")
-    if Version("5.13.0") > RELEASE
-    else ("linear_attention", "full_attention")
-)
-"""The kinds of layers of Mamba-2 hybrids."""
+LINEAR = "mamba" if Version("5.13.0") > RELEASE else "linear_attention"
+"""The kind of a layer with Mamba-2, in hybrids."""
+
+FULL = "attention" if Version("5.13.0") > RELEASE else "full_attention"
+"""The kind of their layers with attention."""
 
 MASKS_ARE_TENSORS = Version("5.13.0") > RELEASE
 """The text model takes one mask tensor and cannot be handed the layers' masks as a dict."""
