@@ -14,8 +14,7 @@ from hf_packfree.mtp.checkpoint import HeadTensors, save_as_read
 from hf_packfree.mtp.head import MTPHead
 from hf_packfree.mtp.head_options import MTPOptions
 from hf_packfree.mtp.training import MTPTraining
-
-_DEPTH = "mtp_num_hidden_layers"
+from hf_packfree.packing.marks import MTP_LAYERS, SAVE_PRETRAINED
 
 
 class AttachedHead(MTPHead):
@@ -56,11 +55,11 @@ class AttachedHead(MTPHead):
     def join(self, parent: Any) -> None:
         """Follow the parent's calls, and let its configuration say that it has a head."""
         config = parent.config.get_text_config()
-        self._named_before = hasattr(config, _DEPTH)
+        self._named_before = hasattr(config, MTP_LAYERS.name)
         if not self._named_before:
-            setattr(config, _DEPTH, len(self.layers))
+            MTP_LAYERS.put(config, len(self.layers))
         if self.per_expert is not None:
-            parent.save_pretrained = partial(save_as_read, parent)
+            SAVE_PRETRAINED.put(parent, partial(save_as_read, parent))
         if self.training_calls is not None:
             self._hooks = [
                 parent.register_forward_pre_hook(self.training_calls.before, with_kwargs=True),
@@ -72,8 +71,8 @@ class AttachedHead(MTPHead):
     def leave(self, parent: Any) -> None:
         """Stop following."""
         if not self._named_before:
-            delattr(parent.config.get_text_config(), _DEPTH)
-        vars(parent).pop("save_pretrained", None)
+            MTP_LAYERS.take(parent.config.get_text_config())
+        SAVE_PRETRAINED.take(parent)
         while self._hooks:
             self._hooks.pop().remove()
         state, calls = find_state(parent), self.training_calls

@@ -1,4 +1,4 @@
-"""Every attribute that this package sets on an object of torch or transformers.
+"""Every attribute that this package leaves on an object of torch or transformers.
 
 Other data travels as arguments, keywords and fields. Each mark says why it cannot.
 """
@@ -121,3 +121,18 @@ again.
 
 ADDED: Mark[dict[str, nn.Module]] = Mark("packfree_added")
 """On a parent of modules that patching added: these, by name, so that exactly they are removed."""
+
+FLASH_QLA_PLAN: Mark[tuple[int, Tensor, int, Tensor]] = Mark("_flash_qla_prepared_varlen")
+"""On offsets for FlashQLA: its plan of a row's chunks, which its functions look for there and take
+in no argument.
+"""
+
+SAVE_PRETRAINED: Mark[Callable[..., Any]] = Mark("save_pretrained")
+"""On a model with a multi-token prediction head whose experts were read one by one: writes them so
+again. Upstream's method asks nobody how tensors of a child are laid out.
+"""
+
+MTP_LAYERS: Mark[int] = Mark("mtp_num_hidden_layers")
+"""On the configuration of such a model, where it does not say so: upstream's and inference engines'
+name for how many layers the head has, so that what is saved says it.
+"""

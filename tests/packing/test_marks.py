@@ -14,6 +14,7 @@ from hf_packfree.packing import marks
 from hf_packfree.packing.marks import Mark
 
 MARKS = {name: mark for name, mark in vars(marks).items() if isinstance(mark, Mark)}
+THEIRS = {mark.name for mark in MARKS.values() if not mark.name.startswith("packfree_")}
 # of our own classes: where they come from, and what they stand in front of
 OF_CLASSES = {"packfree_home", "packfree_users_class"}
 
@@ -27,7 +28,18 @@ def test_no_other_file_names_an_attribute():
         if name not in OF_CLASSES
     }
     assert {file for file, _ in found} == {"marks.py"}, found
-    assert {name for _, name in found} == {mark.name for mark in MARKS.values()}
+    assert {name for _, name in found} == {mark.name for mark in MARKS.values()} - THEIRS
+
+
+def test_no_other_file_sets_one_that_upstream_named():
+    house = Path(hf_packfree.__file__).parent
+    found = [
+        (file.name, name)
+        for file in house.rglob("*.py")
+        for name in THEIRS
+        if re.search(rf"\.{name} = |setattr\(.*{name}", file.read_text())
+    ]
+    assert THEIRS and found == []
 
 
 def test_each_says_why():
@@ -54,4 +66,4 @@ def test_a_mark_is_put_read_and_taken(name):
 
 
 def test_marks_have_names_of_their_own():
-    assert len({mark.name for mark in MARKS.values()}) == len(MARKS) == 13
+    assert len({mark.name for mark in MARKS.values()}) == len(MARKS)

@@ -22,6 +22,7 @@ from hf_packfree.ops.fla_support import CHUNK, plan_chunks
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc
 from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.packing.marks import FLASH_QLA_PLAN
 from hf_packfree.versions import VERSIONS
 
 _SIZE = 128
@@ -174,11 +175,11 @@ def planned_cu_seqlens(packed: PackedSequence) -> Tensor:
     """Return the offsets with FlashQLA's plan of chunks attached, computed on the host; FlashQLA's
     own planner launches several operations for each document.
     """
-    cu_seqlens: Any = packed.cu_seqlens.clone()
+    cu_seqlens = packed.cu_seqlens.clone()
     if not is_known():
         from flash_qla.utils.index import prepare_varlen_metadata
 
         return prepare_varlen_metadata(cu_seqlens, packed.cu_seqlens_cpu)  # type: ignore[no-any-return]
     firsts, chunks = packed.cached(plan_chunks, CHUNK)
-    cu_seqlens._flash_qla_prepared_varlen = CHUNK, firsts, len(chunks), chunks
-    return cu_seqlens  # type: ignore[no-any-return]
+    FLASH_QLA_PLAN.put(cu_seqlens, (CHUNK, firsts, len(chunks), chunks))
+    return cu_seqlens

@@ -21,6 +21,7 @@ from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Segments, plan_segments, walk_segments
 from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.packing.marks import FLASH_QLA_PLAN
 
 Saved = tuple[Tensor, ...]
 
@@ -46,8 +47,9 @@ class FlashQLAScans:
         from flash_qla.ops.gated_delta_rule.chunk.hopper.prepare_h import tilelang_prepare_h
 
         _, k, v, sums, beta, solved = saved
-        offsets: Any = segments.record.cached(planned_cu_seqlens)
-        _, firsts, *_ = offsets._flash_qla_prepared_varlen
+        offsets = segments.record.cached(planned_cu_seqlens)
+        plan: Any = FLASH_QLA_PLAN.of(offsets)
+        _, firsts, *_ = plan
         count, (heads, size) = segments.record.num_segments, v.shape[2:]
         transition, state, unused = v.new_empty(
             3, count, heads, size, size, dtype=torch.float32
