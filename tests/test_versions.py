@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import hf_packfree
-from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, HOPPER_ADVICE, VERSIONS, Versions
+from hf_packfree.versions import VERSIONS
 from tests.source import nodes
 
 HOUSE = Path(hf_packfree.__file__).parent
@@ -82,12 +82,6 @@ def test_what_was_tested_is_not_below_the_floor(row):
     assert row.batch_invariant is None or any(
         release.startswith(row.batch_invariant) for release in row.gpu
     )
-
-
-def test_commands_ask_for_the_floor():
-    assert Versions("a-package", "1.2.3").install == "pip install 'a-package>=1.2.3'"
-    assert Versions("tilelang").install == "pip install tilelang"
-    assert f"'triton>={FLA_BACKWARD_WRONG_ON_HOPPER[1]}'" in HOPPER_ADVICE
 
 
 def test_no_other_file_compares_with_a_number_of_its_own():

@@ -12,7 +12,6 @@ from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel, costs
 from hf_packfree.parallel import attention as by_ranks
 from hf_packfree.parallel.delta_rule import SHARED
-from tests.benchmarks import context_parallel_costs
 from tests.benchmarks.context_parallel_costs import gdn_sizes
 from tests.benchmarks.exchanges import Alone, exchanging
 from tests.support import by_family, tiny
@@ -125,8 +124,3 @@ def test_the_report_says_how_ranks_share(group):
     assert report.context_parallel.startswith("1 ranks share each row: attention exchanges heads")
     assert report.context_parallel in str(report)
     assert patch_report(apply_patches(tiny())).context_parallel == ""
-
-
-def test_the_package_counts_with_what_was_measured():
-    """It exits where the constants of context parallelism are not those of the results."""
-    context_parallel_costs.main([])
