@@ -4,6 +4,7 @@ and refused like those of the package, and no shared code knows its name.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,24 @@ from tests.support import (
     run_alone,
     tiny,
 )
+
+KNOWN = {
+    # what ranks exchange is written for each of them
+    ("parallel/attention.py", "attention"),
+    ("parallel/states.py", "conv"),
+    ("parallel/states.py", "delta_rule"),
+    ("doctor/plans.py", "delta_rule"),
+    # with dropout it runs in PyTorch
+    ("patching/announce.py", "attention"),
+    # of heads, there is one operation
+    ("patching/prewarm.py", "loss"),
+    ("mtp/depth_losses.py", "loss"),
+    ("data/prefixes.py", "loss"),
+    # the widths that were compared; what plain layers are checked with
+    ("patching/invariance.py", "fused"),
+    ("patching/selfcheck.py", "fused"),
+}
+"""Shared files that import an operation of the package: one more is to read the table instead."""
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +138,16 @@ def test_no_shared_file_knows_operations_by_name():
         *((room, "loss") for room in ("mtp", "trainer", "demo")),
     }
     assert {room for room, _ in known - words} == {"models", "ops"}, known
+
+
+def test_who_imports_an_operation_is_known():
+    """The test above sees strings; a shared file that imports an operation knows it, too."""
+    package = Path(hf_packfree.__file__).parent
+    names = {file.parent.name for file in (package / "ops").glob("*/__init__.py")} - {"chunked"}
+    found = {
+        (file.relative_to(package).as_posix(), name)
+        for file in package.rglob("*.py")
+        for name in names
+        if re.search(rf"^\s*from hf_packfree\.ops\.{name}\b", file.read_text(), re.MULTILINE)
+    }
+    assert {pair for pair in found if not pair[0].startswith(("ops/", "models/"))} == KNOWN
