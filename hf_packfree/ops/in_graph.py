@@ -34,7 +34,7 @@ def is_operator(packed: PackedSequence) -> bool:
     """Whether an operation on this row is traced into a graph: rows of shared prefixes and rows of
     several ranks break it instead.
     """
-    return torch.compiler.is_compiling() and packed.tree is None and packed.shard is None
+    return torch.compiler.is_compiling() and packed.tree is None and not packed.is_shard
 
 
 def operator(

@@ -11,15 +11,14 @@ from hf_packfree.models import fused_layer
 from hf_packfree.models.state import Kernels
 
 
-def on_kernels(model):
-    """Patch, with Triton's small ops chosen for this device in the decoder layers, which
-    `watched` answers.
+def on_kernels(model, part=fused_layer.FusedDecoderLayer):
+    """Patch, with Triton's small ops chosen for this device in the parts of a class, which a test's
+    references answer, as `watched`.
     """
     for module in apply_patches(model).modules():
-        if isinstance(module, fused_layer.FusedDecoderLayer):
-            vars(module)["packfree"] = replace(
-                vars(module)["packfree"], elsewhere=Kernels(fused="triton")
-            )
+        if isinstance(module, part):
+            state = vars(module)["packfree"]
+            vars(module)["packfree"] = replace(state, elsewhere=Kernels(fused="triton"))
     return model
 
 

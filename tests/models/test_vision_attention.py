@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 from hf_packfree import apply_patches, patch_report, register_patches, remove_patches
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models import compat, vision_attention
-from hf_packfree.models.state import Kernels
 from hf_packfree.models.vision_attention import (
     PackedVisionAttention,
     PackedVisionBlock,
@@ -25,6 +23,7 @@ from hf_packfree.models.vision_attention import (
     mark_packed,
 )
 from hf_packfree.ops.attention import torch_native
+from tests.models.kernels import on_kernels
 from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
@@ -387,22 +386,10 @@ def fused(monkeypatch):
     return seen
 
 
-def on_kernels(model):
-    """Patch, with Triton's small ops chosen for this device in the tower's blocks, which `fused`
-    answers.
-    """
-    for module in apply_patches(model).modules():
-        if isinstance(module, PackedVisionBlock):
-            vars(module)["packfree"] = replace(
-                vars(module)["packfree"], elsewhere=Kernels(fused="triton")
-            )
-    return model
-
-
 @pytest.mark.parametrize("family", [name for name, row in by_family.items() if row.towers])
 def test_every_layer_norm_of_a_block_is_fused_and_exact(family, fused):
     wanted = alone(sharpened(tiny_vision(family)), pixels())
-    model = on_kernels(sharpened(tiny_vision(family)))
+    model = on_kernels(sharpened(tiny_vision(family)), PackedVisionBlock)
     assert_same(step(model, pixels(), mark_packed(GRIDS)), wanted)
     norms = [norm for block in tower_of(model).blocks for norm in (block.norm1, block.norm2)]
     layer_norms = [norm.weight for norm in norms if type(norm) is nn.LayerNorm]
@@ -413,7 +400,7 @@ def test_every_layer_norm_of_a_block_is_fused_and_exact(family, fused):
 
 
 def test_hooked_norms_are_called(fused):
-    model, calls = on_kernels(sharpened(vision_language())), []
+    model, calls = on_kernels(sharpened(vision_language()), PackedVisionBlock), []
     first, second, _ = model.model.visual.blocks
     first.norm2.register_forward_hook(lambda *_: calls.append("hook"))
     second.norm1.forward = lambda x: calls.append("forward") or F.layer_norm(x, x.shape[-1:])
@@ -425,7 +412,7 @@ def test_hooked_norms_are_called(fused):
 def test_under_autocast_norms_are_fused_and_no_farther_from_exact(fused, weights):
     stock = sharpened(vision_language()).to(weights)
     wanted = alone(copy.deepcopy(stock).double(), pixels().double())
-    model, calls = on_kernels(copy.deepcopy(stock)), []
+    model, calls = on_kernels(copy.deepcopy(stock), PackedVisionBlock), []
     with torch.autocast("cpu", torch.bfloat16):
         called, found = alone(stock, pixels()), step(model, pixels(), mark_packed(GRIDS))
         assert len(fused) == 2 * len(tower_of(model).blocks)

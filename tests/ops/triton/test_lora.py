@@ -33,15 +33,12 @@ BATCH = row_batch("positions", (5, 1, 8, 2))
 @pytest.fixture
 def called():
     """How often PEFT's own forward of a linear layer has run."""
-    from peft.tuners.lora import Linear
-
     count = []
     with pytest.MonkeyPatch.context() as patch:
         base = torch.nn.Linear.forward
         patch.setattr(
             torch.nn.Linear, "forward", lambda layer, x: count.append(1) or base(layer, x)
         )
-        assert Linear.forward
         yield count
 
 
