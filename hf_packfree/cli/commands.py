@@ -75,7 +75,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def _silent(options: argparse.Namespace) -> bool:
-    """Whether nothing moves on stderr."""
+    """Whether no progress is shown on stderr."""
     return bool(options.json or options.quiet)
 
 

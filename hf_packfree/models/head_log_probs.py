@@ -251,7 +251,7 @@ def _fastest(hidden: Tensor) -> str:
 
 
 def _called(hidden: Tensor, layer: Any, targets: Targets, question: Question) -> TokenLogProbs:
-    """Do the same by calling the layer on chunks of tokens."""
+    """Return log-probabilities from the layer's own forward, called on chunks of tokens."""
     shape, flat = hidden.shape[:-1], hidden.flatten(0, -2)
     chosen = targets.chosen()
     chosen = (targets.flat >= 0).nonzero()[:, 0] if chosen is None else chosen

@@ -192,7 +192,9 @@ def _predicts_nothing(packed: PackedSequence, batch_shape: tuple[int, int]) -> T
 
 
 def _ends_on_the_host(packed: PackedSequence, row_length: int) -> Tensor:
-    """The same of a batch that is its row, in few operations: the GPU waits for them."""
+    """Return the same on the host, bool [1, T], for a batch without dropped padding; the GPU waits,
+    so in few operations.
+    """
     offsets = packed.cu_seqlens_cpu.numpy()
     nothing = np.zeros((1, packed.num_tokens), dtype=bool)
     firsts = offsets[1:-1]

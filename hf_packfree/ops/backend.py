@@ -125,7 +125,9 @@ class Backend:
         return run
 
     def for_every_row(self: B) -> B:
-        """Return it without what rounds otherwise where the rest of the row is another."""
+        """Return the backend that gives a document the same bits in every row: this one without its
+        way for long documents.
+        """
         return self if self.long is None else replace(self, long=None)
 
 

@@ -72,8 +72,8 @@ class Op(Generic[B]):
         return found if bare == name else found.for_every_row()
 
     def for_every_row(self, name: str) -> str:
-        """Return what to call a backend by for the same bits in every row: as ever, where it has no
-        other way.
+        """Return the name by which `backend` finds what gives a document the same bits in every
+        row: the same name, where that is the backend itself.
         """
         found = self.backends[name]
         return name if found.for_every_row() is found else name + BATCH_INVARIANT

@@ -262,7 +262,7 @@ class Padded:
     packed: PackedSequence
 
     def __call__(self) -> Tensor:
-        """Return it."""
+        """Return the padded batch."""
         return repad(self.row, self.packed)
 
 

@@ -104,19 +104,23 @@ the next norm allocates.
 """
 
 PADDED: Mark[Tensor] = Mark("packfree_padded")
-"""On such a gradient: the tensor [..., D + columns] whose first columns it is, since autograd hands
-on one tensor.
+"""On a gradient that was allocated so: the tensor [..., D + columns] whose first columns it is,
+since autograd hands on one tensor.
 """
 
 FORWARD_BEFORE: Mark[Callable[..., Any]] = Mark("packfree_forward_before")
-"""On a patched module: the forward that somebody had put on the instance, and gets back."""
+"""On a patched module: the forward that somebody had put on the instance, and gets back. Upstream
+made the instance; ours is its class alone, which has no fields.
+"""
 
 FUSED_HEAD: Mark[Any] = Mark("packfree_fused_head")
-"""On a patched head: what was read from TRL's fused forward."""
+"""On a patched head: what was read from TRL's fused forward, once. The state of a patched model is
+shared by all its modules, and frozen.
+"""
 
 VERL_EXPECTED: Mark[Any] = Mark("packfree_verl_expected")
-"""On a patched head: which gradients came where verl's fused forward was called, and will come
-again.
+"""On a patched head: which gradients came where verl's fused forward was called, and are expected
+in the next step. It is called anew in each, and hands nothing on.
 """
 
 ADDED: Mark[dict[str, nn.Module]] = Mark("packfree_added")

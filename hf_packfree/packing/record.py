@@ -117,8 +117,8 @@ class PackedSequence:
             whole. `is_shard`, `whole_row`, `whole_batch`, `ranks` and `cut` ask for less.
         tree: each segment's parent, where documents share prefixes; None: every segment is a
             document of its own.
-        unread: tokens at each document's beginning that are there for those behind them alone: what
-            operations give for them, nobody reads; empty: of none.
+        unread: how many of each document's first tokens only serve as context for the later ones:
+            their outputs are not read; empty: none of any document.
         bounded: whether N, `max_seqlen` and the sizes of plans are bounds that other rows share,
             see `hf_packfree.graphs`: the last segments are empty then.
     """

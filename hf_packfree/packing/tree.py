@@ -97,7 +97,7 @@ class Tree:
         return TreeSizes(Size(sum(paths), len(paths)), tuple(Size(*level) for level in levels))
 
     def padded(self, spare: int, bounds: TreeSizes | None = None) -> Tree:
-        """Return the tree of a row that so many tokens of padding follow, a root of their own."""
+        """Return the tree of the row with `spare` tokens of padding after it, as one more root."""
         lengths, parents = self.lengths, self.parents
         if spare:
             lengths, parents = (*lengths, spare), (*parents, ROOT)

@@ -58,7 +58,7 @@ class FlopsPerToken:
         self._per_context: float = 2 * 2 * layers * config.num_attention_heads * size
 
     def __call__(self, document: float) -> float:
-        """Return them for documents of that many tokens."""
+        """Return the operations for one token, in documents of `document` tokens on average."""
         return 3.0 * (self._products + self._per_context * document)
 
 

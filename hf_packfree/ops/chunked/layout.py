@@ -61,11 +61,11 @@ class Window(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """M."""
+        """M, the number of chunks."""
         return len(self.tokens)
 
     def rows(self, heads: int) -> slice:
-        """Its rows among those of all windows, with `heads` per chunk."""
+        """Return where the window's rows are among those of all windows: `heads` rows a chunk."""
         return slice(self.first * heads, (self.first + self.num_chunks) * heads)
 
     def steps_with_states(self, *, final: bool) -> tuple[Step, ...]:

@@ -52,7 +52,7 @@ class Heads(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """How many they are."""
+        """The channels of q, k and v together."""
         return (2 * self.keys + self.values) * self.size
 
 

@@ -87,8 +87,11 @@ class Segments:
         return cls(record, first, last, table, chunks)
 
     def continued(self, before: bool, after: bool) -> Segments:
-        """Return them where the row's first document began before it, and its last one goes on
-        after it.
+        """Return the segments of a row that is part of a longer one.
+
+        Args:
+            before: the first document began before the row.
+            after: the last document goes on after it.
         """
         table, sizes = self.chunks_cpu.clone(), -(-self.record.cu_seqlens_cpu.diff() // CHUNK)
         table[0, -1] = sizes[-1] if after else 0

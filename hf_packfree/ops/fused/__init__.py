@@ -38,7 +38,9 @@ class FusedBackend(Backend):
     adapters: bool = False
 
     def for_every_row(self) -> FusedBackend:
-        """Return it without adapters, of whose products no bits are promised."""
+        """Return the backend that calls layers with adapters: products of those are not
+        batch-invariant.
+        """
         return replace(self, adapters=False) if self.adapters else self
 
 

@@ -88,7 +88,7 @@ class Weights:
         return source if how is None else how.compute(source)
 
     def of(self, layers: slice) -> list[Tensor]:
-        """Return those of several layers, all materialised."""
+        """Return the weights of several layers, all materialised."""
         pairs = zip(self._sources[layers], self._computed[layers])
         return [source if how is None else how.compute(source) for source, how in pairs]
 

@@ -137,8 +137,8 @@ def loss_and_gradients(
 
 
 def scale_of(dtype: torch.dtype, growth: float = 1.0) -> float:
-    """Return the factor on gradients of logits of that dtype, a power of two by which they stay
-    finite where they grow as many times as that.
+    """Return the factor, a power of two, on gradients of logits of that dtype: they stay finite
+    where they grow to `growth` times their size.
     """
     scale = _SCALE.get(dtype, 1.0)
     while dtype in _SCALE and scale * growth > torch.finfo(dtype).max:

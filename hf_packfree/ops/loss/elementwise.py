@@ -90,7 +90,7 @@ class Elementwise:
     step: Step
 
     def __call__(self) -> Tensor:
-        """Return them; those before are not kept."""
+        """Return the step's logits; those that it reads are made for that and not kept."""
         if self.before.changed:
             raise UnsupportedInput(
                 "found logits changed in place before what a head makes of them was read; wanted "
