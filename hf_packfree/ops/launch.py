@@ -130,7 +130,10 @@ def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]
 
 
 @cache
-def _is_known() -> bool:
+def is_known() -> bool:
+    """Whether the Triton that is installed was compared with this launcher; others start kernels
+    themselves.
+    """
     return (installed("triton") or "").startswith(LAUNCHED_TRITON)
 
 
@@ -138,7 +141,7 @@ def _assumes_no_more(compiled: Any) -> bool:
     """Whether the code holds for all arguments of the kinds it was compiled for: a later Triton
     may specialise on more.
     """
-    if not _is_known():
+    if not is_known():
         return False
     try:
         source, declared = compiled.src, compiled.src.fn.constexprs
@@ -152,4 +155,4 @@ def _assumes_no_more(compiled: Any) -> bool:
     )
 
 
-__all__ = ["launch"]
+__all__ = ["is_known", "launch"]

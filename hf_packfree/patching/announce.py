@@ -13,7 +13,8 @@ from torch import nn
 from hf_packfree.models.attention import drops_out
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.attention import OP as ATTENTION
-from hf_packfree.ops.backend import Fault
+from hf_packfree.ops.backend import Fault, installed
+from hf_packfree.ops.launch import is_known
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.invariance import warn_of_rounding
 from hf_packfree.patching.registry import family_of
@@ -27,6 +28,7 @@ from hf_packfree.patching.report import (
     warn_once,
 )
 from hf_packfree.patching.sharding import a_parameter, what_layers_read
+from hf_packfree.versions import LAUNCHED_TRITON
 
 logger = logging.getLogger("hf_packfree")
 
@@ -51,11 +53,17 @@ def announce(model: nn.Module, state: PatchState, autocast: torch.dtype | None =
     for op, reason in report.why.items():
         if isinstance(reason, Fault) and op not in slow:
             warn_once(f"{op} runs on this GPU without what is installed for it: {reason}")
+    if torch.cuda.is_available() and (said := _why_slow_to_start(state.cuda_half)) is not None:
+        warn_once(said)
     if state.cuda_half[ATTENTION.name] != "torch" and drops_out(model):
         logger.warning(
             "attention runs in PyTorch eager on this GPU while training: the kernels lack "
             "attention_dropout"
         )
+    _tell_what_compiles(model, state)
+
+
+def _tell_what_compiles(model: nn.Module, state: PatchState) -> None:
     if compiling := ", ".join(_running(state.cuda_half, "seconds")):
         logger.info(
             "the first step on a GPU compiles kernels for seconds (%s); prewarm(model) does that "
@@ -112,6 +120,17 @@ def _running(kernels: Kernels, time: str, where: str = "") -> list[str]:
     """Name the operations whose backends compile, or try out launch sizes, for that time."""
     runs = kernels.bare().items()
     return [f"{op}{where}: {name}" for op, name in runs if OPS[op].backends[name].compiles == time]
+
+
+def _why_slow_to_start(kernels: Kernels) -> str | None:
+    """Return why Triton starts our kernels itself, or None: it does not."""
+    if "triton" not in kernels.bare().values() or is_known():
+        return None
+    first, last = (LAUNCHED_TRITON[i].strip(".") for i in (0, -1))
+    return (
+        f"Triton {installed('triton')} starts our kernels itself, which takes the host longer (12% "
+        f"of a step of 4,096 tokens on an H200): our launcher was compared with {first} to {last}"
+    )
 
 
 def _slow(state: PatchState, why: dict[str, str]) -> dict[str, str]:

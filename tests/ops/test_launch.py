@@ -73,9 +73,9 @@ def hooks(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(module, "installed", lambda package: "3.6.0")
-    module._is_known.cache_clear()
+    module.is_known.cache_clear()
     yield hooks
-    module._is_known.cache_clear()
+    module.is_known.cache_clear()
 
 
 def run(kernel, x, size, **constants):

@@ -23,7 +23,8 @@ from hf_packfree import (
     register_patches,
     remove_patches,
 )
-from hf_packfree.patching import apply
+from hf_packfree.models.state import Kernels
+from hf_packfree.patching import announce, apply
 from hf_packfree.patching.announce import line
 from tests.support import tiny
 from tests.vision import tiny_vision
@@ -118,6 +119,18 @@ def test_the_line_says_what_is_slow_and_what_is_not_fused():
     text = line(found, ("delta_rule",))
     assert "slow for want of kernels: delta_rule" in text
     assert "not fused: 31 with LoRA on Linear4bit" in text
+
+
+def test_a_triton_that_starts_kernels_itself_is_said(monkeypatch):
+    ours, others = Kernels(conv="triton"), Kernels(conv="torch", delta_rule="fla")
+    monkeypatch.setattr(announce, "installed", lambda _: "3.99.0")
+    monkeypatch.setattr(announce, "is_known", lambda: True)
+    assert announce._why_slow_to_start(ours) is None
+    monkeypatch.setattr(announce, "is_known", lambda: False)
+    said = announce._why_slow_to_start(ours)
+    assert said is not None and said.startswith("Triton 3.99.0 starts our kernels itself")
+    assert said.endswith("with 3.6 to 3.9")
+    assert announce._why_slow_to_start(others) is None
 
 
 @pytest.mark.parametrize(
