@@ -253,7 +253,7 @@ def _adapters(
     h = leaf(clock.device, tokens, products.parts * rank).detach()
     d_h = torch.empty_like(h)
     calls: dict[str, Call] = {
-        "at once": partial(gradients_at_once, d_out, B, h, d_h, 2.0, split=split),
+        "at once": partial(gradients_at_once, [d_out], [B], h, d_h, 2.0, split=split),
         "products": lambda: (
             products.d_h([d_out], [B], 2.0),
             products.d_B(d_out, h, B),

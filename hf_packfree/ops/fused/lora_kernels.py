@@ -1,10 +1,11 @@
 """Launches of the kernels for LoRA's adapters: fp32 taken apart into parts of bfloat16, parts added
-up, and both gradients that read a layer's d_out.
+up, and both gradients that read d_out, of all layers that read one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ _BLOCK = 1024
 # of `gradients_at_once`: outputs of a tile, at least
 _NARROWEST = 16
 _PROGRAMS = 264
+# whose gradients one kernel makes
+_LAYERS = 4
 TILE_RANK = 16
 """Of the tiles of `gradients_at_once`; with a higher rank the partial sums are more to write and
 read than a second reading of d_out.
@@ -74,31 +77,88 @@ def add_parts(
 
 
 def gradients_at_once(
-    d_out: Tensor, B: Tensor, h: Tensor, d_h: Tensor, scaling: float, *, split: bool
-) -> Tensor:
-    """Return d_out^T h in B's dtype, and write scaling d_out B into `d_h`: d_out is read once.
+    d_outs: Sequence[Tensor],
+    Bs: Sequence[Tensor],
+    h: Tensor,
+    d_h: Tensor,
+    scaling: float,
+    *,
+    split: bool,
+) -> list[Tensor]:
+    """Return d_out^T h of each layer that reads one tensor, in B's dtype, and write
+    scaling d_out B of all of them into `d_h`: each d_out is read once.
 
     Args:
-        d_out: [T, F], half precision.
-        B: [F, r], in d_out's dtype, or fp32.
-        h, d_h: [T, r], or [T, 3 r] where `split`.
+        d_outs: [T, F] each, half precision.
+        Bs: [F, r] each, in d_out's dtype, or fp32.
+        h, d_h: [T, n r], or [T, n 3 r] where `split`, of the n layers.
         split: whether B, in fp32, is taken apart, see `SplitFp32`; otherwise it is rounded.
     """
-    from hf_packfree.ops.fused.kernels.lora import lora_gradients
+    columns, found = h.shape[1] // len(Bs), list[Tensor]()
+    for first in range(0, len(Bs), _LAYERS):
+        some = slice(first, first + _LAYERS)
+        mine = slice(first * columns, (first + _LAYERS) * columns)
+        found += _of_layers(d_outs[some], Bs[some], h[:, mine], d_h[:, mine], scaling, split)
+    return found
 
-    (tokens, outputs), rank = d_out.shape, B.shape[1]
-    d_out, B = d_out if d_out.stride(1) == 1 else d_out.contiguous(), B.contiguous()
+
+def _of_layers(
+    d_outs: Sequence[Tensor],
+    Bs: Sequence[Tensor],
+    h: Tensor,
+    d_h: Tensor,
+    scaling: float,
+    split: bool,
+) -> Sequence[Tensor]:
+    """Do it for up to `_LAYERS` layers."""
+    from hf_packfree.ops.fused.kernels.lora import add_blocks, lora_gradients
+
+    d_outs = [d if d.stride(1) == 1 else d.contiguous() for d in d_outs]
+    Bs = [B.contiguous() for B in Bs]
+    (tokens, _), rank = d_outs[0].shape, Bs[0].shape[1]
+    outputs = [d.shape[1] for d in d_outs]
     tile = _SPLIT_TILE if split else _TILE
-    rows, height = tile["ROWS"], min(block_width(max(outputs, _NARROWEST)), tile["OUTPUTS"])
-    blocks = -(-outputs // height)
-    steps = max(1, -(-tokens // (rows * max(1, _PROGRAMS // blocks))))
+    rows, height = tile["ROWS"], min(block_width(max(*outputs, _NARROWEST)), tile["OUTPUTS"])
+    ends = [*accumulate(-(-size // height) for size in outputs)]
+    blocks = ends[-1]
+    # as many waves as layers: few large blocks would leave multiprocessors idle in one
+    steps = max(1, -(-tokens // (rows * max(1, _PROGRAMS * len(Bs) // blocks))))
     programs = -(-tokens // (rows * steps))
-    d_hs = d_out.new_empty(blocks, tokens, rank, dtype=torch.float32)
-    d_Bs = d_out.new_empty(programs, outputs, rank, dtype=torch.float32)
-    h = h[:, rank:] if split else h
-    sizes = tokens, outputs, rank, d_out.stride(0), h.stride(0), steps
-    options = {**tile, "OUTPUTS": height, "RANK": TILE_RANK}
-    launch(lora_gradients, (blocks, programs), d_out, B, h, d_hs, d_Bs, *sizes, **options)
-    size, strides = (tokens, rank), (rank, rank, tokens * rank)
-    add_parts(d_hs, d_h, size, rank, strides, blocks, scaling, paired=split)
-    return sum_partials(d_Bs, B.dtype)
+    d_hs = d_h.new_empty(blocks, tokens, rank, dtype=torch.float32)
+    d_Bs = d_h.new_empty(programs, sum(outputs), rank, dtype=torch.float32)
+    absent = _LAYERS - len(Bs)
+    sizes = tokens, *outputs, *[0] * absent, *[d.stride(0) for d in d_outs], *[0] * absent
+    launch(
+        lora_gradients,
+        (blocks, programs),
+        *d_outs,
+        *d_outs[:1] * absent,
+        *Bs,
+        *Bs[:1] * absent,
+        h[:, rank:] if split else h,
+        d_hs,
+        d_Bs,
+        *sizes,
+        rank,
+        h.shape[1] // len(Bs),
+        h.stride(0),
+        steps,
+        **tile | {"OUTPUTS": height, "RANK": TILE_RANK},
+    )
+    launch(
+        add_blocks,
+        (-(-tokens * rank // _BLOCK), len(Bs)),
+        d_hs,
+        d_h,
+        tokens,
+        rank,
+        *ends,
+        *[blocks] * absent,
+        d_h.stride(0),
+        float(scaling),
+        PAIRED=split,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+    found: Sequence[Tensor] = sum_partials(d_Bs, Bs[0].dtype).split(outputs)
+    return found

@@ -72,7 +72,7 @@ class Products:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return d_h, and the gradient of each B that is `needed`.
 
-        On Hopper one kernel reads d_out once for both (its tiles need Hopper's shared memory).
+        On Hopper one kernel reads each d_out once for both (its tiles need Hopper's shared memory).
         """
         hs, d_out = h.chunk(len(Bs), 1), d_outs[0]
         known = self.dtype == d_out.dtype and d_out.dtype in HALF and Bs[0].shape[1] <= TILE_RANK
@@ -82,9 +82,7 @@ class Products:
                 self.d_B(d, one, B) if needs else None for d, one, B, needs in each
             ]
         d_h = d_out.new_empty(h.shape)
-        each_h = zip(d_outs, Bs, hs, d_h.chunk(len(Bs), 1), strict=True)
-        split = self.parts > 1
-        return d_h, [gradients_at_once(*one, scaling, split=split) for one in each_h]
+        return d_h, [*gradients_at_once(d_outs, Bs, h, d_h, scaling, split=self.parts > 1)]
 
 
 class SplitFp32(Products):

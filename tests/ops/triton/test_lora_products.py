@@ -13,7 +13,7 @@ from hf_packfree.ops.fused.lora_products import SplitFp32
 from tests.ops import test_lora
 from tests.support import relative_rms
 
-KERNELS = {"split", "add_parts", "lora_gradients"}
+KERNELS = {"split", "add_parts", "add_blocks", "lora_gradients"}
 # of two parts, which the interpreter cuts off where a GPU rounds
 BITS = 2**-16
 T, D, F, R = 70, 40, 48, 5
@@ -37,8 +37,9 @@ def on_hopper(monkeypatch):
     """
     at_once = lora_products.gradients_at_once
 
-    def in_fp16(d_out, B, h, d_h, scaling, split):
-        return at_once(d_out.half(), B, h.half(), d_h, scaling, split=split)
+    def in_fp16(d_outs, Bs, h, d_h, scaling, split):
+        halves = [d_out.half() for d_out in d_outs]
+        return at_once(halves, Bs, h.half(), d_h, scaling, split=split)
 
     monkeypatch.setattr(lora_products, "on_hopper", lambda x: True)
     monkeypatch.setattr(lora_products, "gradients_at_once", in_fp16)
@@ -102,18 +103,21 @@ def assert_are_gradients_of_b(found, d_outs, h):
         assert d_B.dtype == torch.float32 and relative_rms(d_B, d_out.double().T @ mine) < BITS
 
 
-@pytest.mark.parametrize("sizes", [(F, F), (7, 100), (1, 33)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(F, F), (7, 100), (1, 33), (600, 7, 129), (1, 130, 16, 7), (20,) * 6], ids=str
+)
 @pytest.mark.parametrize("tokens", [1, T])
 def test_a_gradient_is_read_once_for_both_of_its_products(sizes, tokens, on_hopper, launched):
+    n = len(sizes)
     d_outs = [random(tokens, size + 3, dtype=torch.bfloat16, seed=size)[:, 3:] for size in sizes]
     Bs = [random(size, R, seed=5 + i) for i, size in enumerate(sizes)]
-    wide = random(tokens, 2 * R).view(-1, 2, 1, R).expand(-1, 2, 3, R).flatten(1) / 3
+    wide = random(tokens, n * R).view(-1, n, 1, R).expand(-1, n, 3, R).flatten(1) / 3
     h = lora_products._in_pairs(wide, R, 1.0, torch.empty_like(wide, dtype=torch.bfloat16))
-    d_h, d_Bs = SplitFp32().d_h_and_d_B(d_outs, Bs, h, 1.5, (True, True))
+    d_h, d_Bs = SplitFp32().d_h_and_d_B(d_outs, Bs, h, 1.5, (True,) * n)
     wanted = 1.5 * torch.cat([d.double() @ B.double() for d, B in zip(d_outs, Bs)], 1)
     assert relative_rms(whole(d_h), wanted) < BITS
     assert_are_gradients_of_b(d_Bs, d_outs, whole(h))
-    assert launched == {"add_parts", "lora_gradients", "sum_partials"}
+    assert launched == {"add_parts", "add_blocks", "lora_gradients", "sum_partials"}
 
 
 def test_no_tokens_give_no_gradient(on_hopper):
@@ -131,7 +135,7 @@ def test_of_every_rank(rank, dtype, on_hopper):
     split = dtype == torch.float32
     h = torch.cat([exact_h, exact_h, exact_h / 64], 1) if split else exact_h
     d_h = h.new_empty(h.shape)
-    found = lora_products.gradients_at_once(d_out, B, h, d_h, 0.5, split=split)
+    (found,) = lora_products.gradients_at_once([d_out], [B], h, d_h, 0.5, split=split)
     read = d_h.double()[:, -2 * rank :].view(T, -1, rank).sum(1)
     wanted = [
         d_out.double().T @ (exact_h.double() * (65 / 64 if split else 1)),

@@ -56,7 +56,7 @@ def assert_as_on_torch(found):
 def test_every_kernel_of_a_layer_runs(launched, recomputed):
     assert_as_on_torch(step(**TRITON))
     of_towers = {"qkv_rope", "qkv_rope_backward"}
-    of_adapters = {"split", "add_parts", "lora_gradients"}
+    of_adapters = {"split", "add_parts", "add_blocks", "lora_gradients"}
     # half precision, long documents, the head's loss
     of_heads = {"softmax_gradient", "token_gradient", "token_statistics"}
     elsewhere = {"narrow_linear", "fold_states"} | of_heads

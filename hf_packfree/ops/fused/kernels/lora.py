@@ -32,17 +32,37 @@ def split(w, parts, count, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(part + 2 * width, high if PAIRED else low, mask=mask)
 
 
+@triton.jit
+def _of_layer(number, first, second, third, fourth):
+    """What belongs to one of up to four layers."""
+    of_last = tl.where(number == 2, third, fourth)
+    return tl.where(number == 0, first, tl.where(number == 1, second, of_last))
+
+
 @triton.jit(do_not_specialize=["tokens", "steps"])
 def lora_gradients(
-    d_out,
-    B,
+    d_out0,
+    d_out1,
+    d_out2,
+    d_out3,
+    B0,
+    B1,
+    B2,
+    B3,
     h,
     d_h,
     d_B,
     tokens,
-    outputs,
+    outputs0,
+    outputs1,
+    outputs2,
+    outputs3,
+    stride0,
+    stride1,
+    stride2,
+    stride3,
     rank,
-    d_out_stride,
+    h_columns,
     h_stride,
     steps,
     PARTS: tl.constexpr,
@@ -51,16 +71,27 @@ def lora_gradients(
     OUTPUTS: tl.constexpr,
     RANK: tl.constexpr,
 ):
-    """Per block of outputs d_h [blocks, T, r] = d_out B, per program d_B [programs, F, r] =
-    d_out^T h, in fp32.
+    """Per block of a layer's outputs d_h [blocks, T, r] = d_out B, per program d_B
+    [programs, all F, r] = d_out^T h, in fp32.
 
-    d_out [T, F] is read once. B [F, r] is multiplied as it is, or as its three parts where PARTS is
-    4, of which one is zero; h [T, r] too, or as the sum of PAIRS neighbours [T, 2, r]. Grid: blocks
-    of OUTPUTS, programs of `steps` blocks of ROWS.
+    Up to four layers, of which those that are not there have no outputs. d_out [T, F], rows
+    `stride` apart, is read once. B [F, r] is multiplied as it is, or as its three parts where PARTS
+    is 4, of which one is zero; h [T, r] of a layer, `h_columns` from the next one's, too, or as the
+    sum of PAIRS neighbours [T, 2, r]. Grid: blocks of OUTPUTS of all layers, programs of `steps`
+    blocks of ROWS.
     """
-    dtype = d_out.dtype.element_ty
     block, program = tl.program_id(0), tl.program_id(1)
-    output = block * OUTPUTS + tl.arange(0, OUTPUTS)
+    end0 = tl.cdiv(outputs0, OUTPUTS)
+    end1 = end0 + tl.cdiv(outputs1, OUTPUTS)
+    end2 = end1 + tl.cdiv(outputs2, OUTPUTS)
+    layer = (block >= end0).to(tl.int32) + (block >= end1).to(tl.int32)
+    layer += (block >= end2).to(tl.int32)
+    d_out, B = _of_layer(layer, d_out0, d_out1, d_out2, d_out3), _of_layer(layer, B0, B1, B2, B3)
+    outputs = _of_layer(layer, outputs0, outputs1, outputs2, outputs3)
+    d_out_stride = _of_layer(layer, stride0, stride1, stride2, stride3)
+    output = (block - _of_layer(layer, 0, end0, end1, end2)) * OUTPUTS + tl.arange(0, OUTPUTS)
+    before = _of_layer(layer, 0, outputs0, outputs0 + outputs1, outputs0 + outputs1 + outputs2)
+    dtype = d_out.dtype.element_ty
     j = tl.arange(0, RANK)[None, :]
     column, pair = tl.arange(0, PARTS * RANK)[None, :], tl.arange(0, PAIRS * RANK)[None, :]
     factor = tl.load(
@@ -80,7 +111,7 @@ def lora_gradients(
         )
     row = program.to(tl.int64) * steps * ROWS + tl.arange(0, ROWS)[:, None]
     g_tile = d_out + row * d_out_stride + output[None, :]
-    h_tile = h + row * h_stride + pair // RANK * rank + pair % RANK
+    h_tile = h + row * h_stride + layer * h_columns + pair // RANK * rank + pair % RANK
     sums = d_h + (block.to(tl.int64) * tokens + row) * rank + j
     acc = tl.zeros([OUTPUTS, PAIRS * RANK], dtype=tl.float32)
     for _ in range(steps):
@@ -97,8 +128,57 @@ def lora_gradients(
         sums += ROWS * rank
     if PAIRS > 1:
         acc = tl.sum(tl.reshape(acc, [OUTPUTS, PAIRS, RANK]), 1)
-    place = d_B + (program.to(tl.int64) * outputs + output[:, None]) * rank + j
+    every = outputs0 + outputs1 + outputs2 + outputs3
+    place = d_B + (program.to(tl.int64) * every + before + output[:, None]) * rank + j
     tl.store(place, acc, mask=(output[:, None] < outputs) & (j < rank))
+
+
+@triton.jit(do_not_specialize=["tokens", "end0", "end1", "end2", "end3"])
+def add_blocks(
+    wide,
+    out,
+    tokens,
+    rank,
+    end0,
+    end1,
+    end2,
+    end3,
+    out_stride,
+    scale,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out [T, n r] = scale times the sum of each layer's blocks in wide [blocks, T, r], which end
+    before `end`; where PAIRED, [T, n 3 r] = [h1, h1, h2] of it.
+
+    out_stride: how many elements a token of `out` is from the next. Grid: blocks of a layer's sums,
+    layers.
+    """
+    layer = tl.program_id(1)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tokens.to(tl.int64) * rank
+    mask = i < size
+    begin = _of_layer(layer, 0, end0, end1, end2)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    place = wide + begin * size + i
+    for _ in range(begin, _of_layer(layer, end0, end1, end2, end3)):
+        total += tl.load(place, mask=mask, other=0.0)
+        place += size
+    _store_sums(out, total * scale, i // rank, layer, i % rank, rank, out_stride, mask, PAIRED)
+
+
+@triton.jit
+def _store_sums(out, total, token, number, j, rank, out_stride, mask, PAIRED: tl.constexpr):
+    """Store sums of an adapter's columns j, as [h1, h1, h2] where PAIRED."""
+    dtype = out.dtype.element_ty
+    high = total.to(dtype)
+    if PAIRED:
+        pair = out + token * out_stride + number * 3 * rank + j
+        tl.store(pair, high, mask=mask)
+        tl.store(pair + rank, high, mask=mask)
+        tl.store(pair + 2 * rank, (total - high.to(tl.float32)).to(dtype), mask=mask)
+    else:
+        tl.store(out + token * out_stride + number * rank + j, high, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "parts"])
@@ -126,7 +206,6 @@ def add_parts(
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
-    dtype = out.dtype.element_ty
     token, column = i // columns, i % columns
     number, j = column // rank, column % rank
     place = wide + token * token_stride + number * adapter_stride + j
@@ -134,12 +213,4 @@ def add_parts(
     for _ in range(parts):
         total += tl.load(place, mask=mask, other=0.0)
         place += part_stride
-    total *= scale
-    high = total.to(dtype)
-    if PAIRED:
-        pair = out + token * out_stride + number * 3 * rank + j
-        tl.store(pair, high, mask=mask)
-        tl.store(pair + rank, high, mask=mask)
-        tl.store(pair + 2 * rank, (total - high.to(tl.float32)).to(dtype), mask=mask)
-    else:
-        tl.store(out + token * out_stride + column, high, mask=mask)
+    _store_sums(out, total * scale, token, number, j, rank, out_stride, mask, PAIRED)
