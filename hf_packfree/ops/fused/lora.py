@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -184,6 +185,10 @@ class JoinedAdapters:
             for group in self.groups
         ]
 
+    @cached_property
+    def _factors_B(self) -> list[Sequence[Tensor]]:
+        return [group.products.factors_B(self.Bs[group.adapters]) for group in self.groups]
+
     def factor_B(self, layer: int) -> Tensor | None:
         """Return B of the layer's adapters, [F, K], with zeros where the joined h has other layers'
         columns; None: no adapters.
@@ -193,10 +198,9 @@ class JoinedAdapters:
         found: list[Tensor] = []
         # columns to fill with zeros
         others = 0
-        for group in self.groups:
-            for owner, B in zip(group.layers, self.Bs[group.adapters], strict=True):
+        for group, Bs in zip(self.groups, self._factors_B, strict=True):
+            for owner, B in zip(group.layers, Bs, strict=True):
                 if owner == layer:
-                    B = group.products.factor_B(B)
                     found += [B.new_zeros(B.shape[0], others), B] if others else [B]
                     others = 0
                 else:

@@ -19,7 +19,7 @@ _BLOCK = 1024
 # of `gradients_at_once`: outputs of a tile, at least
 _NARROWEST = 16
 _PROGRAMS = 264
-# whose gradients one kernel makes
+# of one launch
 _LAYERS = 4
 TILE_RANK = 16
 """Of the tiles of `gradients_at_once`; with a higher rank the partial sums are more to write and
@@ -32,19 +32,24 @@ _TILE = {"PARTS": 1, "PAIRS": 1, "ROWS": 32, "OUTPUTS": 512, "num_warps": 8, "nu
 _SPLIT_TILE = {"PARTS": 4, "PAIRS": 2, "ROWS": 64, "OUTPUTS": 128, "num_warps": 4, "num_stages": 3}
 
 
-def split_fp32(w: Tensor, width: int, *, paired: bool = False) -> Tensor:
-    """Return w, in fp32, as three bfloat16 parts whose sum it is to 2^-24: [its elements / width,
-    3, width].
+def split_fp32(ws: Sequence[Tensor], width: int, *, paired: bool = False) -> Tensor:
+    """Return fp32 tensors, one below the other, as three bfloat16 parts whose sum they are to
+    2^-24: [all their elements / width, 3, width].
 
     `paired`: [W1, W2, W1], the factor for [h1, h1, h2] (README).
     """
     from hf_packfree.ops.fused.kernels.lora import split
 
-    w = w.contiguous()
-    count = w.numel()
-    parts = w.new_empty(count // width, 3, width, dtype=torch.bfloat16)
+    if len(ws) > _LAYERS:
+        some = (ws[first : first + _LAYERS] for first in range(0, len(ws), _LAYERS))
+        return torch.cat([split_fp32(each, width, paired=paired) for each in some])
+    ws, absent = [w.contiguous() for w in ws], _LAYERS - len(ws)
+    counts = [w.numel() for w in ws]
+    parts = ws[0].new_empty(sum(counts) // width, 3, width, dtype=torch.bfloat16)
+    grid = -(-max(counts) // _BLOCK), len(ws)
+    sources, sizes = (*ws, *ws[:1] * absent), (*counts, *[0] * absent)
     options = {"PAIRED": paired, "BLOCK": _BLOCK, "num_warps": 4}
-    launch(split, (-(-count // _BLOCK),), w, parts, count, width, **options)
+    launch(split, grid, *sources, parts, *sizes, width, **options)
     return parts
 
 

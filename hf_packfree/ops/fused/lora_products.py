@@ -54,9 +54,9 @@ class Products:
         """Return the gradient of one B, in its dtype, given its adapter's h."""
         return product_in(d_out.to(self.dtype).T, h, B.dtype)
 
-    def factor_B(self, B: Tensor) -> Tensor:
-        """Return B as [F, parts r], for products with its adapter's h."""
-        return B.to(self.dtype)
+    def factors_B(self, Bs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return each B as [F, parts r], for products with its adapter's h."""
+        return [B.to(self.dtype) for B in Bs]
 
     def factor_A(self, As: Sequence[Tensor]) -> Tensor:
         """Return all A, one above the other, as [n parts r, D], for products with d_h."""
@@ -103,7 +103,7 @@ class SplitFp32(Products):
         rank = Bs[0].shape[1]
         d_h = d_outs[0].new_empty(d_outs[0].shape[0], 3 * rank * len(Bs))
         for d_out, B, columns in zip(d_outs, Bs, d_h.chunk(len(Bs), 1), strict=True):
-            wide = wide_product(d_out, split_fp32(B, rank).view(B.shape[0], -1))
+            wide = wide_product(d_out, split_fp32([B], rank).view(B.shape[0], -1))
             _in_pairs(wide, rank, scaling, columns)
         return d_h
 
@@ -115,8 +115,12 @@ class SplitFp32(Products):
         rank = B.shape[1]
         return wide_product(d_out.T, h[:, rank:]).view(-1, 2, rank).sum(1)
 
-    def factor_B(self, B: Tensor) -> Tensor:
-        return split_fp32(B, B.shape[1], paired=True).view(B.shape[0], -1)
+    def factors_B(self, Bs: Sequence[Tensor]) -> Sequence[Tensor]:
+        rank = Bs[0].shape[1]
+        found: Sequence[Tensor] = (
+            split_fp32(Bs, rank, paired=True).view(-1, 3 * rank).split([len(B) for B in Bs])
+        )
+        return found
 
     def factor_A(self, As: Sequence[Tensor]) -> Tensor:
         return _split_A(As, paired=True)
@@ -133,7 +137,7 @@ def products_for(x: torch.dtype, adapters: torch.dtype, tensor_cores: bool) -> P
 
 def _split_A(As: Sequence[Tensor], *, paired: bool = False) -> Tensor:
     """Return each A as its three parts, one above the other, [n 3 r, D]."""
-    return split_fp32(cat(As, 0), As[0].numel(), paired=paired).view(-1, As[0].shape[1])
+    return split_fp32(As, As[0].numel(), paired=paired).view(-1, As[0].shape[1])
 
 
 def _in_pairs(wide: Tensor, rank: int, scaling: float, out: Tensor) -> Tensor:

@@ -61,9 +61,11 @@ def whole(h):
     return (parts[:, :, 1] + parts[:, :, 2]).flatten(1)
 
 
-def test_fp32_is_a_sum_of_three_parts():
-    w = random(F, R)
-    parts, paired = (split_fp32(w, R, paired=paired).double() for paired in (False, True))
+@pytest.mark.parametrize("sizes", [(F,), (F, 1), (7, 300, 1, 33), (3, 20) * 3], ids=str)
+def test_fp32_is_a_sum_of_three_parts(sizes):
+    ws = [random(size, R, seed=i) for i, size in enumerate(sizes)]
+    w = torch.cat(ws)
+    parts, paired = (split_fp32(ws, R, paired=paired).double() for paired in (False, True))
     assert relative_rms(parts.sum(1), w.double()) < 2**-24
     assert torch.equal(paired, parts[:, [0, 1, 0]]), "the factor for [h1, h1, h2]"
     assert (parts[:, 1].abs() <= 2**-7 * parts[:, 0].abs()).all(), "each is the rest rounded"
@@ -87,8 +89,7 @@ def test_fp32_is_not_rounded_to_half_precision(launched):
         assert found.dtype == torch.float32 and relative_rms(found, wanted) < BITS
     assert_are_gradients_of_b([products.d_B(d_outs[0], h[:, : 3 * R], Bs[0])], d_outs, exact_h)
     sums = {
-        h @ torch.cat([products.factor_B(B) for B in Bs], 1).T: exact_h
-        @ torch.cat(Bs, 1).double().T,
+        h @ torch.cat([*products.factors_B(Bs)], 1).T: exact_h @ torch.cat(Bs, 1).double().T,
         d_h @ products.factor_A(As): exact_d_h @ torch.cat(As).double(),
     }
     for found, wanted in sums.items():

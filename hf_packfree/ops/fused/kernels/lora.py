@@ -18,25 +18,42 @@ def _parts(a, dtype: tl.constexpr):
 
 
 @triton.jit
-def split(w, parts, count, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
-    """parts [count / width, 3, width]: high, middle and low part of w; where PAIRED, high,
-    middle and high. Grid: blocks.
-    """
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < count
-    dtype = parts.dtype.element_ty
-    high, middle, low = _parts(tl.load(w + i, mask=mask, other=0.0), dtype)
-    part = parts + (i // width) * 3 * width + i % width
-    tl.store(part, high, mask=mask)
-    tl.store(part + width, middle, mask=mask)
-    tl.store(part + 2 * width, high if PAIRED else low, mask=mask)
-
-
-@triton.jit
 def _of_layer(number, first, second, third, fourth):
     """What belongs to one of up to four layers."""
     of_last = tl.where(number == 2, third, fourth)
     return tl.where(number == 0, first, tl.where(number == 1, second, of_last))
+
+
+@triton.jit
+def split(
+    w0,
+    w1,
+    w2,
+    w3,
+    parts,
+    count0,
+    count1,
+    count2,
+    count3,
+    width,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """parts [all counts / width, 3, width]: high, middle and low part of up to four w, one below
+    the other; where PAIRED, high, middle and high. Grid: blocks of the largest, w.
+    """
+    number = tl.program_id(1)
+    count = _of_layer(number, count0, count1, count2, count3)
+    before = _of_layer(number, 0, count0, count0 + count1, count0 + count1 + count2)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    dtype = parts.dtype.element_ty
+    w = _of_layer(number, w0, w1, w2, w3)
+    high, middle, low = _parts(tl.load(w + i, mask=mask, other=0.0), dtype)
+    part = parts + 3 * before + (i // width) * 3 * width + i % width
+    tl.store(part, high, mask=mask)
+    tl.store(part + width, middle, mask=mask)
+    tl.store(part + 2 * width, high if PAIRED else low, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "steps"])
