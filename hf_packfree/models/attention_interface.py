@@ -80,7 +80,8 @@ class InterfaceAttention(Replacement):
         window = getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
         values = getattr(layer, "v_head_dim", size)
         needs = {
-            "window": window or 0,
+            # EXAONE 4's other layers have one, too, and do not use it
+            "window": (getattr(layer, "is_sliding", True) and window) or 0,
             "softcap": int(bool(getattr(layer, "attn_logit_softcapping", None))),
             "sinks": int(hasattr(layer, "sinks")),
             "other_value_size": values if values != size else 0,

@@ -52,7 +52,8 @@ class PackFreeCallback(TrainerCallback):
     - packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
     - packfree/tokens_per_second: tokens that are not padding.
     - packfree/mfu: model FLOP/s utilisation in percent of the GPU's peak in bfloat16, where that is
-      known, as TRL counts it, and attention within documents.
+      known, as TRL counts it, and attention within documents and windows. Left out, with a warning
+      that says why, of a model whose experts per token are not known.
     - packfree/mtp_loss_k: the mean loss of depth k of a multi-token prediction head in training.
     - packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
     - packfree/influence: once, with `verify_first_batch`: how far the outputs of any document

@@ -2,16 +2,22 @@
 
 Counted as TRL does: a training step is three forwards, a matrix product costs two operations per
 weight and token, attention is over all of its context. Unlike there, the context is the document
-and not the row, and only layers of full attention have any.
+and not the row, or the layer's window where that is shorter, and only layers that attend have any.
+Recurrences (delta rules, SSD), convolutions and what is around the text model (towers, a
+multi-token prediction head) are not counted.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from hf_packfree.models.base import Replacement, size_of
 
 PEAKS = {
     "GB200": 2.5e15,
@@ -41,38 +47,73 @@ class FlopsPerToken:
     """Operations of a training step for one token, by the mean length of documents.
 
     Args:
-        model: the language model, head included.
-        trunk: its text model.
+        model: the language model, head included, patched.
+        trunk: its text model; see `why_not_counted`.
     """
 
     def __init__(self, model: Any, trunk: Any) -> None:
-        config = trunk.config
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        weights = sum(_weights(trunk, config))
-        self._products: float = 2 * (weights + (0 if head is None else head.weight.numel()))
-        kinds = getattr(config, "layer_types", None) or ()
-        layers = kinds.count("full_attention") if kinds else config.num_hidden_layers
-        size = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        self._per_context: float = 2 * 2 * layers * config.num_attention_heads * size
+        head_weights = 0 if head is None else head.weight.numel()
+        weights = _weights_of_a_token(trunk, _experts_of_a_token(trunk) or 0)
+        self._products: float = 2 * (weights + head_weights)
+        self._attention = list(_attention(trunk))
 
     def __call__(self, document: float) -> float:
         """Return the operations for one token, in documents of `document` tokens on average."""
-        return 3.0 * (self._products + self._per_context * document)
+        scores = sum(each * min(document, window) for each, window in self._attention)
+        return 3.0 * (self._products + scores)
 
 
-def _weights(trunk: nn.Module, config: Any) -> Iterator[float]:
-    """Yield the weights that each token meets, of linear layers and of the experts it goes to."""
-    experts = getattr(config, "num_experts", None)
-    modules: Iterator[Any] = trunk.modules()
-    for module in modules:
-        # PEFT's wrappers have the sizes of the layer that they hold, too
-        inner = getattr(module, "base_layer", None)
-        if hasattr(module, "in_features") and inner is None:
-            # of weights in 4 bits, too, whose tensors are smaller
-            yield module.in_features * module.out_features
-        elif experts:
-            stacks = (p for p in module.parameters(recurse=False) if p.ndim == 3)
-            chosen = config.num_experts_per_tok / experts
-            yield sum(stack.numel() for stack in stacks if len(stack) == experts) * chosen
+def why_not_counted(trunk: nn.Module) -> str | None:
+    """Return why the operations of a text model are not known, None where they are."""
+    has_experts = _weights_of_a_token(trunk, 1) > _weights_of_a_token(trunk, 0)
+    if has_experts and _experts_of_a_token(trunk) is None:
+        return "found experts, and no router whose top_k says how many of them a token goes to"
+    return None
+
+
+def _attention(trunk: nn.Module) -> Iterator[tuple[int, float]]:
+    """Yield the operations of each attention layer for a token that looks at another one, and how
+    many it looks at, at most.
+    """
+    for module in trunk.modules():
+        sizes = module.op_sizes(module) if isinstance(module, Replacement) else {}
+        if "query_heads" in sizes:
+            keys = sizes["head_size"]
+            values = sizes.get("other_value_size", keys)
+            yield 2 * sizes["query_heads"] * (keys + values), sizes.get("window", math.inf)
+
+
+def _experts_of_a_token(trunk: Any) -> int | None:
+    # Gemma 4's routers read the config
+    named = (getattr(module, "top_k", None) for module in trunk.modules())
+    return next((k for k in named if k), getattr(trunk.config, "top_k_experts", None))
+
+
+def _weights_of_a_token(trunk: nn.Module, chosen: int) -> int:
+    """Return how many weights each token is multiplied with, of `chosen` experts in each layer."""
+    weights: dict[Any, int] = {}
+    for name, module in trunk.named_modules():
+        # where experts are a list, its first stand for those that are chosen
+        expert = re.search(r"\bexperts\.(\d+)", name)
+        if expert is None or int(expert[1]) < chosen:
+            # each of Zamba2's adapters runs in one of the layers that are tied to have it
+            tied = "adapter_list" in name and hasattr(module, "weight")
+            weights[module.weight if tied else module] = _weights(module, chosen)
+    return sum(weights.values())
+
+
+def _weights(module: Any, chosen: int) -> int:
+    """Return the same of a module without its children."""
+    # PEFT's wrappers have the sizes of the layer that they hold, too
+    if getattr(module, "base_layer", None) is not None or isinstance(module, nn.Embedding):
+        return 0
+    if hasattr(module, "in_features"):
+        # of weights in 4 bits, too, whose tensors are smaller
+        return int(module.in_features * module.out_features)
+    sizes = {name: size_of(part) for name, part in module.named_parameters(recurse=False)}
+    router = sizes.get("weight", ())
+    # convolutions have weights of three dimensions, too
+    stacks = [size for size in sizes.values() if len(size) == 3 and hasattr(module, "num_experts")]
+    experts = chosen * sum(math.prod(size[1:]) for size in stacks)
+    return experts + (math.prod(router) if len(router) == 2 else 0)

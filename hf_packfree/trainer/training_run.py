@@ -17,7 +17,7 @@ from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
-from hf_packfree.trainer.flops import FlopsPerToken, peak_of
+from hf_packfree.trainer.flops import FlopsPerToken, peak_of, why_not_counted
 from hf_packfree.verify.first_batch import first_batch_influence, in_process_group, observers_of
 from hf_packfree.verify.random_documents import media_source
 
@@ -64,8 +64,12 @@ class TrainingRun:
         self.observers: list[Any] = [self.counts, *([SmoothedLabels()] if smooths else [])]
         self.flops, self.peak = None, None
         if len(self.trunks) == 1:
-            self.flops = FlopsPerToken(model, self.trunks[0])
             self.peak = peak_of(next(model.parameters()).device)
+            unknown = why_not_counted(self.trunks[0])
+            if unknown is None:
+                self.flops = FlopsPerToken(model, self.trunks[0])
+            elif self.peak is not None:
+                logger.warning("%s; packfree/mfu is not logged", unknown)
         watched = outermost(model, self.trunks) if verify else []
         self.checks = [FirstBatch(module, self.take_off) for module in watched]
 
