@@ -5,6 +5,7 @@ are seen.
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import sys
@@ -62,6 +63,15 @@ def one_rank(tmp_path):
     )
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def lfm3_convolves_in_torch(monkeypatch):
+    """Where causal-conv1d is installed, transformers' own LFM3 calls it, which has no 7 taps."""
+    if find_spec("transformers.models.lfm3"):
+        upstream = import_module("transformers.models.lfm3.modeling_lfm3")
+        plain = inspect.unwrap(upstream.causal_conv1d_fn)
+        monkeypatch.setattr(upstream, "causal_conv1d_fn", plain)
 
 
 # tests/fakes is on the path only where the runner puts it (tests/compat/run.py)

@@ -16,7 +16,7 @@ from hf_packfree.patching.registry import FAMILIES
 from hf_packfree.trainer.flops import FlopsPerToken, why_not_counted
 from tests.support import by_family, tiny, trunk_of
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("lfm3_convolves_in_torch")]
 # more than the tiny models' windows
 TOKENS = 64
 PRODUCTS = "aten.mm", "aten.addmm"

@@ -9,7 +9,6 @@ in `test_tree.py`.
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from importlib import import_module
 from importlib.util import find_spec
@@ -62,6 +61,7 @@ from tests.support import (
     worst_gradient,
 )
 
+pytestmark = pytest.mark.usefixtures("lfm3_convolves_in_torch")
 FOUND = [row for row in FAMILIES if row.made_from_upstream and {*row.mixer_ops} != {"attention"}]
 SSD, KDA = ([row.name for row in FOUND if op in row.mixer_ops] for op in ("ssd", "kda"))
 OTHERS = [row.name for row in FOUND if row.name not in (*SSD, *KDA)]
@@ -76,15 +76,6 @@ EXPERTS = [
 def is_there(row) -> bool:
     """Whether the installed transformers has the family at all."""
     return find_spec(row.upstream.rpartition(".")[0]) is not None
-
-
-@pytest.fixture(autouse=True)
-def lfm3_convolves_in_torch(monkeypatch):
-    """Where causal-conv1d is installed, transformers' own LFM3 calls it, which has no 7 taps."""
-    if "lfm3" in NAMES:
-        upstream = import_module(by_family["lfm3"].upstream)
-        plain = inspect.unwrap(upstream.causal_conv1d_fn)
-        monkeypatch.setattr(upstream, "causal_conv1d_fn", plain)
 
 
 def spread(*cases):
