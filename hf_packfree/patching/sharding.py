@@ -54,8 +54,8 @@ def policy_dtype(model: nn.Module, family: Family | None) -> torch.dtype | None:
         for trunk in ([] if family is None else trunks(model, family))
         for module in trunk.layers.modules()
     )
-    projection = next(filter(is_projection, of_layers), None)
-    around = [part for part in model.modules() if is_fsdp(part) and projection in {*part.modules()}]
+    projection: Any = next(filter(is_projection, of_layers), None)
+    around = [part for part in model.modules() if is_fsdp(part) and projection in part.modules()]
     # modules come before what they hold: the last one is the innermost, whose policy holds
     return _param_dtype(around[-1]) if around else None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,41 +44,30 @@ def split_fp32(ws: Sequence[Tensor], width: int, *, paired: bool = False) -> Ten
     if len(ws) > _LAYERS:
         some = (ws[first : first + _LAYERS] for first in range(0, len(ws), _LAYERS))
         return torch.cat([split_fp32(each, width, paired=paired) for each in some])
-    ws, absent = [w.contiguous() for w in ws], _LAYERS - len(ws)
+    ws = [w.contiguous() for w in ws]
     counts = [w.numel() for w in ws]
     parts = ws[0].new_empty(sum(counts) // width, 3, width, dtype=torch.bfloat16)
     grid = -(-max(counts) // _BLOCK), len(ws)
-    sources, sizes = (*ws, *ws[:1] * absent), (*counts, *[0] * absent)
     options = {"PAIRED": paired, "BLOCK": _BLOCK, "num_warps": 4}
-    launch(split, grid, *sources, parts, *sizes, width, **options)
+    launch(split, grid, *_filled(ws, ws[0]), parts, *_filled(counts, 0), width, **options)
     return parts
 
 
-def add_parts(
-    wide: Tensor,
-    out: Tensor,
-    size: tuple[int, int],
-    rank: int,
-    strides: Sequence[int],
-    parts: int,
-    scaling: float,
-    *,
-    paired: bool,
-) -> Tensor:
-    """Return `out`, which gets scaling times the sum of parts in `wide`, or [h1, h1, h2] of it
-    where `paired`.
+def _filled(values: Sequence[Any], value: Any) -> list[Any]:
+    """Return what a launch takes of `_LAYERS` layers: `value` for those that are not there."""
+    return [*values, *[value] * (_LAYERS - len(values))]
 
-    Args:
-        wide: fp32.
-        size: (T, n r).
-        strides: of a token, an adapter and a part in `wide`.
+
+def add_parts(wide: Tensor, out: Tensor, rank: int, scaling: float) -> Tensor:
+    """Return `out` [T, n 3 r], which gets [h1, h1, h2] of scaling times the sums of each adapter's
+    three parts in `wide`, fp32 [T, n 3 r].
     """
     from hf_packfree.ops.fused.kernels.lora import add_parts
 
-    count = size[0] * size[1]
-    sizes = count, rank, size[1], *strides, parts, out.stride(0), float(scaling)
-    options = {"PAIRED": paired, "BLOCK": _BLOCK, "num_warps": 4}
-    launch(add_parts, (-(-count // _BLOCK),), wide, out, *sizes, **options)
+    count, columns = wide.numel() // 3, wide.shape[1] // 3
+    sizes = count, rank, columns, out.stride(0), float(scaling)
+    grid = (-(-count // _BLOCK),)
+    launch(add_parts, grid, wide.contiguous(), out, *sizes, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
@@ -99,29 +89,20 @@ def gradients_at_once(
         h, d_h: [T, n r], or [T, n 3 r] where `split`, of the n layers.
         split: whether B, in fp32, is taken apart, see `SplitFp32`; otherwise it is rounded.
     """
-    columns, found = h.shape[1] // len(Bs), list[Tensor]()
-    for first in range(0, len(Bs), _LAYERS):
-        some = slice(first, first + _LAYERS)
-        mine = slice(first * columns, (first + _LAYERS) * columns)
-        found += _of_layers(d_outs[some], Bs[some], h[:, mine], d_h[:, mine], scaling, split)
-    return found
-
-
-def _of_layers(
-    d_outs: Sequence[Tensor],
-    Bs: Sequence[Tensor],
-    h: Tensor,
-    d_h: Tensor,
-    scaling: float,
-    split: bool,
-) -> Sequence[Tensor]:
-    """Do it for up to `_LAYERS` layers."""
     from hf_packfree.ops.fused.kernels.lora import add_blocks, lora_gradients
 
+    columns, found = h.shape[1] // len(Bs), list[Tensor]()
+    if len(Bs) > _LAYERS:
+        for first in range(0, len(Bs), _LAYERS):
+            some = slice(first, first + _LAYERS)
+            mine = slice(first * columns, (first + _LAYERS) * columns)
+            parts = d_outs[some], Bs[some], h[:, mine], d_h[:, mine]
+            found += gradients_at_once(*parts, scaling, split=split)
+        return found
     d_outs = [d if d.stride(1) == 1 else d.contiguous() for d in d_outs]
     Bs = [B.contiguous() for B in Bs]
     (tokens, _), rank = d_outs[0].shape, Bs[0].shape[1]
-    outputs = [d.shape[1] for d in d_outs]
+    outputs, strides = [d.shape[1] for d in d_outs], [d.stride(0) for d in d_outs]
     tile = _SPLIT_TILE if split else _TILE
     rows, height = tile["ROWS"], min(block_width(max(*outputs, _NARROWEST)), tile["OUTPUTS"])
     ends = [*accumulate(-(-size // height) for size in outputs)]
@@ -131,39 +112,11 @@ def _of_layers(
     programs = -(-tokens // (rows * steps))
     d_hs = d_h.new_empty(blocks, tokens, rank, dtype=torch.float32)
     d_Bs = d_h.new_empty(programs, sum(outputs), rank, dtype=torch.float32)
-    absent = _LAYERS - len(Bs)
-    sizes = tokens, *outputs, *[0] * absent, *[d.stride(0) for d in d_outs], *[0] * absent
-    launch(
-        lora_gradients,
-        (blocks, programs),
-        *d_outs,
-        *d_outs[:1] * absent,
-        *Bs,
-        *Bs[:1] * absent,
-        h[:, rank:] if split else h,
-        d_hs,
-        d_Bs,
-        *sizes,
-        rank,
-        h.shape[1] // len(Bs),
-        h.stride(0),
-        steps,
-        **tile | {"OUTPUTS": height, "RANK": TILE_RANK},
-    )
-    launch(
-        add_blocks,
-        (-(-tokens * rank // _BLOCK), len(Bs)),
-        d_hs,
-        d_h,
-        tokens,
-        rank,
-        *ends,
-        *[blocks] * absent,
-        d_h.stride(0),
-        float(scaling),
-        PAIRED=split,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
-    found: Sequence[Tensor] = sum_partials(d_Bs, Bs[0].dtype).split(outputs)
-    return found
+    read = *_filled(d_outs, d_outs[0]), *_filled(Bs, Bs[0]), h[:, rank:] if split else h
+    sizes = tokens, *_filled(outputs, 0), *_filled(strides, 0), rank, columns, h.stride(0), steps
+    options = {**tile, "OUTPUTS": height, "RANK": TILE_RANK}
+    launch(lora_gradients, (blocks, programs), *read, d_hs, d_Bs, *sizes, **options)
+    sums = tokens, rank, *_filled(ends, blocks), d_h.stride(0), float(scaling)
+    grid = -(-tokens * rank // _BLOCK), len(Bs)
+    launch(add_blocks, grid, d_hs, d_h, *sums, PAIRED=split, BLOCK=_BLOCK, num_warps=4)
+    return [*sum_partials(d_Bs, Bs[0].dtype).split(outputs)]

@@ -74,15 +74,16 @@ class Products:
 
         On Hopper one kernel reads each d_out once for both (its tiles need Hopper's shared memory).
         """
-        hs, d_out = h.chunk(len(Bs), 1), d_outs[0]
+        d_out = d_outs[0]
         known = self.dtype == d_out.dtype and d_out.dtype in HALF and Bs[0].shape[1] <= TILE_RANK
         if not any(needed) or not known or not on_hopper(d_out.device):
-            each = zip(d_outs, hs, Bs, needed, strict=True)
+            each = zip(d_outs, h.chunk(len(Bs), 1), Bs, needed, strict=True)
             return self.d_h(d_outs, Bs, scaling), [
                 self.d_B(d, one, B) if needs else None for d, one, B, needs in each
             ]
         d_h = d_out.new_empty(h.shape)
-        return d_h, [*gradients_at_once(d_outs, Bs, h, d_h, scaling, split=self.parts > 1)]
+        split = self.parts > 1
+        return d_h, [*gradients_at_once(d_outs, Bs, h, d_h, scaling, split=split)]
 
 
 class SplitFp32(Products):
@@ -97,14 +98,14 @@ class SplitFp32(Products):
 
     def h(self, x: Tensor, As: Sequence[Tensor], scaling: float) -> Tensor:
         wide = wide_product(x, _split_A(As).T)
-        return _in_pairs(wide, As[0].shape[0], scaling, x.new_empty(wide.shape))
+        return add_parts(wide, x.new_empty(wide.shape), As[0].shape[0], scaling)
 
     def d_h(self, d_outs: Sequence[Tensor], Bs: Sequence[Tensor], scaling: float) -> Tensor:
         rank = Bs[0].shape[1]
         d_h = d_outs[0].new_empty(d_outs[0].shape[0], 3 * rank * len(Bs))
         for d_out, B, columns in zip(d_outs, Bs, d_h.chunk(len(Bs), 1), strict=True):
             wide = wide_product(d_out, split_fp32([B], rank).view(B.shape[0], -1))
-            _in_pairs(wide, rank, scaling, columns)
+            add_parts(wide, columns, rank, scaling)
         return d_h
 
     def d_A(self, x: Tensor, d_h: Tensor, As: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -138,16 +139,6 @@ def products_for(x: torch.dtype, adapters: torch.dtype, tensor_cores: bool) -> P
 def _split_A(As: Sequence[Tensor], *, paired: bool = False) -> Tensor:
     """Return each A as its three parts, one above the other, [n 3 r, D]."""
     return split_fp32(As, As[0].numel(), paired=paired).view(-1, As[0].shape[1])
-
-
-def _in_pairs(wide: Tensor, rank: int, scaling: float, out: Tensor) -> Tensor:
-    """Return `out`, which gets the sums of each adapter's three parts in `wide`, [T, n 3 r], as
-    [h1, h1, h2].
-    """
-    size = wide.shape[0], wide.shape[1] // 3
-    return add_parts(
-        wide, out, size, rank, (wide.shape[1], 3 * rank, rank), 3, scaling, paired=True
-    )
 
 
 def on_tensor_cores(x: Tensor) -> bool:

@@ -113,7 +113,7 @@ def test_a_gradient_is_read_once_for_both_of_its_products(sizes, tokens, on_hopp
     d_outs = [random(tokens, size + 3, dtype=torch.bfloat16, seed=size)[:, 3:] for size in sizes]
     Bs = [random(size, R, seed=5 + i) for i, size in enumerate(sizes)]
     wide = random(tokens, n * R).view(-1, n, 1, R).expand(-1, n, 3, R).flatten(1) / 3
-    h = lora_products._in_pairs(wide, R, 1.0, torch.empty_like(wide, dtype=torch.bfloat16))
+    h = lora_products.add_parts(wide, torch.empty_like(wide, dtype=torch.bfloat16), R, 1.0)
     d_h, d_Bs = SplitFp32().d_h_and_d_B(d_outs, Bs, h, 1.5, (True,) * n)
     wanted = 1.5 * torch.cat([d.double() @ B.double() for d, B in zip(d_outs, Bs)], 1)
     assert relative_rms(whole(d_h), wanted) < BITS

@@ -198,36 +198,18 @@ def _store_sums(out, total, token, number, j, rank, out_stride, mask, PAIRED: tl
         tl.store(out + token * out_stride + number * rank + j, high, mask=mask)
 
 
-@triton.jit(do_not_specialize=["count", "parts"])
-def add_parts(
-    wide,
-    out,
-    count,
-    rank,
-    columns,
-    token_stride,
-    adapter_stride,
-    part_stride,
-    parts,
-    out_stride,
-    scale,
-    PAIRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out [T, n r] = scale times the sum of `parts` parts in `wide`; where PAIRED, [T, n 3 r] =
-    [h1, h1, h2] of it.
+@triton.jit(do_not_specialize=["count"])
+def add_parts(wide, out, count, rank, columns, out_stride, scale, BLOCK: tl.constexpr):
+    """out [T, n 3 r] = [h1, h1, h2] of scale times the sum of the three parts in wide [T, n, 3, r].
 
-    columns: n r. token_stride, adapter_stride, part_stride: how many elements of `wide` a token, an
-    adapter and a part are from the next; the columns of one adapter are neighbours. out_stride:
-    likewise of the tokens of `out`. Grid: blocks of the sums.
+    columns: n r. out_stride: how many elements a token of `out` is from the next. Grid: blocks of
+    the sums.
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     token, column = i // columns, i % columns
     number, j = column // rank, column % rank
-    place = wide + token * token_stride + number * adapter_stride + j
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for _ in range(parts):
-        total += tl.load(place, mask=mask, other=0.0)
-        place += part_stride
-    _store_sums(out, total * scale, token, number, j, rank, out_stride, mask, PAIRED)
+    place = wide + i // rank * 3 * rank + j
+    total = tl.load(place, mask=mask, other=0.0) + tl.load(place + rank, mask=mask, other=0.0)
+    total += tl.load(place + 2 * rank, mask=mask, other=0.0)
+    _store_sums(out, total * scale, token, number, j, rank, out_stride, mask, True)
