@@ -18,6 +18,8 @@ from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassFieldVal
 
 from hf_packfree import apply_patches
 from hf_packfree.ops import conv_delta_rule
+from hf_packfree.ops.loss import OP as LOSS
+from hf_packfree.ops.loss import Targets, head_scales, lazy_logits, loss_of
 from hf_packfree.packing import PackedSequence
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import trunks
@@ -51,6 +53,14 @@ def slow_decay(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
                 gate.A_log.zero_()
                 gate.dt_bias.uniform_(-6, -4, generator=generator)
     return model
+
+
+def loss_after(step, x, weight, targets, backend):
+    """The summed loss of a head that does `step` with its logits, which nobody makes."""
+    logits = lazy_logits(x, weight)
+    head_scales(logits, True)
+    found = LOSS.backend(backend).softmax_gradient
+    return loss_of(step(logits), Targets.of(targets, -100), found)
 
 
 def tiny(

@@ -59,18 +59,9 @@ def _ours(backend: str) -> Loss:
 
 
 def _ours_after(step: Callable[[Tensor], Tensor], backend: str) -> Loss:
-    """A model's head and loss: logits that nobody makes, what its head does with them, the loss."""
-    from hf_packfree.ops.loss import OP, Targets, head_scales, lazy_logits, loss_of
+    from tests.support import loss_after
 
-    chosen: Any = OP.backend(backend)
-
-    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = lazy_logits(x, weight)
-        head_scales(logits, True)
-        total = loss_of(step(logits), Targets.of(targets, -100), chosen.softmax_gradient)
-        return total / len(targets)
-
-    return loss
+    return lambda x, weight, targets: loss_after(step, x, weight, targets, backend) / len(targets)
 
 
 def _upstreams_after(step: Callable[[Tensor], Tensor]) -> Loss:

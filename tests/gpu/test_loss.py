@@ -7,18 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.loss import (
-    OP,
-    Targets,
-    chunked_loss,
-    head_scales,
-    lazy_logits,
-    linear_cross_entropy,
-    loss_of,
-)
+from hf_packfree.ops.loss import chunked_loss, linear_cross_entropy
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, packed_row, small
-from tests.support import relative_rms
+from tests.support import loss_after, relative_rms
 
 pytestmark = gpu
 TOKENS, WORDS, SIZE = (300, 500, 64) if TRIAL else (9000, 50021, 512)
@@ -113,7 +105,6 @@ def test_heads_that_scale_or_cap_are_no_farther_from_fp32_than_upstream(
         torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((TOKENS, SIZE), (WORDS, SIZE))
     )
     targets, step = torch.randint(0, WORDS, (TOKENS,), device=DEVICE), HEADS[head]
-    softmax_gradient = OP.backend(backend).softmax_gradient
     found = {}
     for name in ("ours", "upstream", "fp32"):
         leaves = [
@@ -121,9 +112,7 @@ def test_heads_that_scale_or_cap_are_no_farther_from_fp32_than_upstream(
             for one in (x, weight / 8)
         ]
         if name == "ours":
-            logits = lazy_logits(*leaves)
-            head_scales(logits, True)
-            loss = loss_of(step(logits), Targets.of(targets, -100), softmax_gradient)
+            loss = loss_after(step, *leaves, targets, backend)
         else:
             made = step(leaves[0] @ leaves[1].T)
             made = made if name == "fp32" else made.float()

@@ -13,17 +13,9 @@ from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.computed_weights import scaled
 from hf_packfree.ops.fused.lora import Adapter, LoraLinear
 from hf_packfree.ops.kda import kda
-from hf_packfree.ops.loss import (
-    OP,
-    Targets,
-    Wanted,
-    head_scales,
-    lazy_logits,
-    linear_cross_entropy,
-    linear_log_probs,
-    loss_of,
-)
+from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
 from hf_packfree.ops.ssd import ssd
+from tests.support import loss_after
 
 T, K, V = 13, 5, 4
 
@@ -211,10 +203,7 @@ def test_loss_of_a_head_that_scales_or_caps(capped):
     torch.manual_seed(0)
     x, W = (torch.randn(size, K).double().requires_grad_() for size in (T, V))
     y, z, a, c = torch.arange(T) % V, (x @ W.mT).detach(), 0.4 if capped else 3.0, 1 / 0.4
-    logits = lazy_logits(x, W)
-    head_scales(logits, True)
-    made = (logits * a).tanh() * c if capped else logits * a
-    loss = loss_of(made, Targets.of(y, -100), OP.backend("torch").softmax_gradient)
+    loss = loss_after(lambda z: (z * a).tanh() * c if capped else z * a, x, W, y, "torch")
     found, onehot = torch.autograd.grad(loss, [x, W]), torch.eye(V).double()[y]
     u = c * (a * z).tanh() if capped else a * z
     slope = a * c * (1 - (a * z).tanh() ** 2) if capped else a

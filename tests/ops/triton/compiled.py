@@ -38,17 +38,9 @@ from hf_packfree.ops.fused import (
     swiglu_mlp,
 )
 from hf_packfree.ops.fused.lora import Adapter, LoraLinear
-from hf_packfree.ops.loss import (
-    OP,
-    Targets,
-    Wanted,
-    head_scales,
-    lazy_logits,
-    linear_cross_entropy,
-    linear_log_probs,
-    loss_of,
-)
+from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
 from hf_packfree.packing import PackedSequence
+from tests.support import loss_after
 
 H100 = GPUTarget("cuda", 90, 32)
 # Qwen3.5-2B's, and PEFT's commonest rank
@@ -148,12 +140,8 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
     yield (swiglu_mlp(x, gate, up, down, **TRITON),), [x, gate, up, down]
     hidden, head = random((TOKENS, WIDTH), (512, WIDTH))
     yield (linear_cross_entropy(hidden, head, torch.arange(TOKENS), **TRITON),), [hidden, head]
-    for capped in (False, True):
-        logits = lazy_logits(hidden, head)
-        head_scales(logits, True)
-        made = (logits / 30.0).tanh() * 30.0 if capped else logits * 2
-        targets = Targets.of(torch.arange(TOKENS), -100)
-        yield (loss_of(made, targets, OP.backend("triton").softmax_gradient),), [hidden, head]
+    for step in (lambda z: z * 2, lambda z: (z / 30.0).tanh() * 30.0):
+        yield (loss_after(step, hidden, head, torch.arange(TOKENS), "triton"),), [hidden, head]
     for entropy in (False, True):
         found = linear_log_probs(
             hidden,
