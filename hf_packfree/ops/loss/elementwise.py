@@ -55,7 +55,7 @@ class Step:
             return 1.0
         (number,) = self.numbers
         if self.function is torch.ops.aten.mul.Tensor:
-            # what kernels take integers for is code of its own
+            # Triton would compile a kernel once more for integers
             return float(number)
         return 1 / number if number else float("inf")
 
