@@ -1,3 +1,3 @@
-"""Tensor in, tensor out: a folder per op, with PyTorch reference and a file per backend; small
-ops are files in `fused/`.
+"""Operations on packed rows: a folder per op, with a PyTorch reference and a file per backend;
+small ops are files in `fused/`.
 """

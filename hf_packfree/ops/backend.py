@@ -1,4 +1,4 @@
-"""What an implementation of an op is: the function, and why it cannot run somewhere."""
+"""One backend of an op: its function, what it needs to run, and what it promises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_packfree.versions import VERSIONS
 
 HALF = (torch.bfloat16, torch.float16)
 BATCH_INVARIANT = ", batch-invariant"
-"""What a backend's name ends with where a document is to get the same bits in every row."""
+"""Suffix of a backend's name: run it such that a document gets the same bits in every row."""
 
 
 class Fault(str):
@@ -36,12 +36,12 @@ class Target:
     Attributes:
         device: "cuda", "cpu", "mps".
         capability: of the CUDA device, (9, 0) on Hopper; None elsewhere.
-        dtype: of what the op reads.
+        dtype: of the tensors that the op reads.
         sizes: of the model, by name: key_heads, value_heads, key_size, value_size, taps, channels
             (of the convolution, where they are not those of q, k and v), head_size,
             tower_head_size; of attention, where it has them, window, softcap, sinks,
             other_value_size; and gathered_keys, 1 where ranks of a group gather each other's keys.
-            One that is missing is not checked.
+            A size that is missing is not checked.
     """
 
     device: str
@@ -51,7 +51,7 @@ class Target:
 
     @property
     def gpu(self) -> str:
-        """The capability as it is written: "9.0"."""
+        """The capability as NVIDIA writes it, such as "9.0"."""
         return ".".join(map(str, self.capability or ()))
 
 
@@ -64,13 +64,14 @@ def _always(target: Target) -> str | None:
 
 @dataclass(frozen=True)
 class LongDocuments:
-    """Another way of a backend for long documents, which is exact, but rounds otherwise than where
-    the rest of the row is another.
+    """A second implementation in a backend, for long documents: exact, but its rounding depends on
+    the rest of the row.
 
     Attributes:
         run: takes what `Backend.run` takes.
-        how: what it does with them, in words: "in segments".
-        takes: returns whether it does so on a device, for a model of these sizes (see `Target`).
+        how: how long documents run, in words, such as "in segments".
+        takes: returns whether long documents run so on a device, for a model of these sizes (see
+            `Target`).
     """
 
     run: Callable[..., Any]
@@ -80,25 +81,25 @@ class LongDocuments:
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an op; what else implementations of one can do, they say as fields of a
-    subclass in its folder.
+    """One implementation of an op. An op whose backends have further abilities has a subclass in
+    its folder, with fields for them.
 
     Attributes:
         run: the implementation; its module imports optional packages only when it is called. None
             where several functions share one choice, as those of `ops.fused` do.
-        unusable: returns why it cannot run at a target, as half a sentence with what to do about
-            it, or None.
-        package: the distribution whose release decides what it computes, which the report names:
-            the kernels', or what compiles our own.
-        kernel: which of the package's kernels it asks for, where the package would choose.
+        unusable: returns why the backend cannot run at a target, as half a sentence with the
+            remedy, or None.
+        package: the distribution whose release decides what the backend computes, for the report:
+            the one that holds the kernels, or that compiles ours.
+        kernel: the kernel that the backend asks for, where the package would choose among several.
         batch_invariant: whether a document gets the same bits alone and in a packed row, in a
             layer's forward pass, where `tests/gpu` ran.
-        long: what it does with long documents where their bits may depend on the row.
-        compiles: how long it compiles or tunes its kernels when they first run.
-        tuned: whether it chooses their shapes by timing them, in each process anew.
-        bounded: whether it runs rows with empty documents at their end and plans of a bound, as
-            CUDA graphs have them, where `tests/gpu` ran; see `PackedSequence.bounded`. Or a
-            function that says so of the installed release.
+        long: the implementation for long documents whose bits may depend on the row, or None.
+        compiles: how long the kernels compile or tune when they first run; None: not at all.
+        tuned: whether every process chooses the kernels' launch sizes by timing them.
+        bounded: whether the backend runs the rows of CUDA graphs, with empty documents at their end
+            and plans of fixed size, see `PackedSequence.bounded`; as `tests/gpu` checks. Or a
+            function that returns this for the installed release.
     """
 
     run: Callable[..., Any] | None = None
@@ -113,20 +114,20 @@ class Backend:
 
     @property
     def runs_bounded(self) -> bool:
-        """What `bounded` says, here."""
+        """The value of `bounded`, for the installed release."""
         return self.bounded() if callable(self.bounded) else self.bounded
 
     @property
     def running(self) -> Callable[..., Any]:
-        """The implementation, with its way for long documents."""
+        """The function to call: `long.run` where the backend has one, else `run`."""
         run = self.run if self.long is None else self.long.run
-        # an op of several functions has no call of its own
+        # None for ops of several functions, which are called one by one
         assert run is not None
         return run
 
     def for_every_row(self: B) -> B:
-        """Return the backend that gives a document the same bits in every row: this one without its
-        way for long documents.
+        """Return the backend that gives a document the same bits in every row: this one without
+        `long`.
         """
         return self if self.long is None else replace(self, long=None)
 
@@ -134,8 +135,8 @@ class Backend:
 def installed(package: str) -> str | None:
     """Return the version of an installed distribution, or None.
 
-    One that goes by another name, as torch's own builds of Triton do, or has none, is read from the
-    imported module.
+    The version of a package without such a distribution, as of Triton in torch's own builds, is
+    read from the imported module.
     """
     try:
         return version(package)
@@ -144,10 +145,10 @@ def installed(package: str) -> str | None:
 
 
 def too_old(package: str, found: str | None, reason: str) -> str | None:
-    """Return that release `found` of a package is before the oldest that is taken, which rules it
-    out for a reason, or None.
+    """Return that release `found` of a package is older than the oldest supported one, and the
+    `reason` for that limit, or None.
 
-    One whose release is not known, run from its sources, is taken.
+    A package of unknown release, run from its sources, counts as new enough.
     """
     row = VERSIONS[package]
     if found is None or row.floor is None or Version(found) >= Version(row.floor):
@@ -159,8 +160,8 @@ def too_old(package: str, found: str | None, reason: str) -> str | None:
 def broken(package: str, module: str) -> str | None:
     """Return why an installed distribution cannot run, if importing its module raises, or None.
 
-    To be called last, where nothing else rules the kernel out: what is chosen is imported anyway.
-    One answer per process.
+    Call this last, when nothing else rules the kernel out: the import takes time, and a kernel that
+    is chosen needs it anyway. The answer is cached for the process.
     """
     try:
         import_module(module)
@@ -173,21 +174,21 @@ def broken(package: str, module: str) -> str | None:
 
 
 def needs_cuda(target: Target) -> str | None:
-    """Return why a CUDA kernel cannot run there, or None."""
+    """Return why a CUDA kernel cannot run at `target`, or None."""
     return (
         None if target.device == "cuda" else f"it runs on CUDA devices, this is a {target.device}"
     )
 
 
 def before_ampere(target: Target) -> str | None:
-    """Return that a GPU is older than Ampere, or None."""
+    """Return that the target's GPU is older than Ampere, or None."""
     if target.capability is None or target.capability >= (8, 0):
         return None
     return f"it needs an Ampere GPU or later (8.0), this is {target.gpu}"
 
 
 def needs_triton(target: Target) -> str | None:
-    """Return why a Triton kernel cannot run there, or None."""
+    """Return why a Triton kernel cannot run at `target`, or None."""
     if (reason := needs_cuda(target)) is not None:
         return reason
     row = VERSIONS["triton"]
@@ -200,7 +201,7 @@ def needs_triton(target: Target) -> str | None:
 
 
 def needs_half(target: Target) -> str | None:
-    """Return why a kernel of half precision cannot run there, or None."""
+    """Return why a kernel of half precision cannot run at `target`, or None."""
     found = str(target.dtype).removeprefix("torch.")
     return None if target.dtype in HALF else f"it runs in bfloat16 and float16, this is {found}"
 
@@ -222,7 +223,7 @@ def refuse_wide(op: str, kernel: str, *inputs: Tensor) -> None:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Return whether it is a GPU of compute capability 9.0."""
+    """Return whether the device is a GPU of compute capability 9.0."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device.index or 0) == (9, 0)
 
 

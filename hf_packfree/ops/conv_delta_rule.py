@@ -1,8 +1,8 @@
 """The convolution and the delta rule of a Gated DeltaNet layer, one after the other.
 
-They are two ops with backends of their own, but share a step, the L2 norms of q and k: for a
-convolution that holds their heads in registers the division is free, otherwise it is the delta
-rule's. Which of the two does it is decided here.
+The two ops have backends of their own, but either can divide q and k by their L2 norms. A
+convolution that holds whole heads in registers does it for free; with other convolutions the delta
+rule does it. This module decides which.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the backends that call flash-linear-attention or FlashQLA share: when they can run, and
-the plan of chunks they read.
+"""Shared by the backends that call flash-linear-attention or FlashQLA: when these can run, and the
+plan of chunks that they read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def needs_fla(target: Target) -> str | None:
 
 
 def wide_keys(target: Target) -> str | None:
-    """Return that the kernels of its delta rules take no keys as wide as the model's, or None."""
+    """Return that flash-linear-attention's delta rules take no keys as wide as the model's, or
+    None.
+    """
     size = target.sizes.get("key_size", 0)
     if size <= 256:
         return None
@@ -40,15 +42,15 @@ def wide_keys(target: Target) -> str | None:
 
 
 def broken_fla(module: str) -> str | None:
-    """Return why importing that module of flash-linear-attention fails, or None; to be called
-    last, it takes seconds.
+    """Return why importing that module of flash-linear-attention fails, or None; call this last,
+    since the import takes seconds.
     """
     return broken("fla-core" if installed("fla-core") else "flash-linear-attention", module)
 
 
 def wrong_on_hopper(target: Target) -> str | None:
-    """Return why FLA's gated delta rule would refuse its backward at `target` (FLA's issue 640), or
-    None; TileLang's kernels compute it instead where they can.
+    """Return why the backward pass of FLA's gated delta rule would refuse to run at `target` (FLA's
+    issue 640), or None: with tilelang and nvcc, FLA calls TileLang's kernels instead.
     """
     if (refuses := refuses_on_hopper(target)) is None:
         return None
@@ -72,19 +74,19 @@ def refuses_on_hopper(target: Target) -> str | None:
 
 
 def chunk_indices(packed: PackedSequence) -> dict[str, Any]:
-    """Return the keyword that spares flash-linear-attention its own planning."""
+    """Return `chunk_indices`, with which flash-linear-attention does not plan chunks itself."""
     return {"chunk_indices": packed.cached(plan_chunks, CHUNK)[1]}
 
 
 def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:
-    """Return, on the row's device, where each document's chunks of `size` tokens begin, and which
-    one every chunk is.
+    """Return, on the row's device, the plan of chunks of `size` tokens: each document's first
+    chunk, and each chunk's document.
 
     Computed on the host, so that nothing waits for the device.
 
     Returns:
-        int32 [N+1], the number of each document's first chunk, and NC, the number of all.
-        int32 [NC, 2], document and number within it.
+        int32 [N+1], the number of each document's first chunk, and NC, the number of all chunks.
+        int32 [NC, 2], each chunk's document, and its number within the document.
     """
     firsts, document, number = chunk_plan(packed, size)
     device, plan = packed.cu_seqlens.device, (firsts, np.stack((document, number), 1))

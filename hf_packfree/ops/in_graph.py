@@ -1,13 +1,11 @@
-"""Operations in graphs of torch.compile: each is one operator of `torch.library` there, so that the
-graph goes on around it.
+"""Operations in graphs of torch.compile: each becomes one operator of `torch.library`, so that the
+graph does not break.
 
-What they plan, they plan on the host by the offsets, which no graph may hold: the operator gets the
-offsets as a tensor, like any other input, and finds the row's record again by what is in them.
-Nothing else crosses from the forward to the backward pass than inputs: the backward pass runs the
-operation once more, and then its own.
+Operations plan on the host, from the row's offsets, and a graph must not hold these as constants.
+So the operator takes the offsets as a tensor, and looks the row's record up by their values. Only
+inputs are saved for the backward pass, which runs the operation's forward pass again.
 
-In eager mode functions call each other instead: an operator in Python costs the host some 90 us a
-call.
+Eager mode does without the operator, which costs the host some 90 us a call.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from torch.library import define, impl, register_autograd, register_fake
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.record import Integers
 
-# what all layers plan of a row, forward and backward, is planned once; and a row of evaluation
-# between two of training drives none out
+# cached records: all layers share a row's plans, forward and backward, and a row of evaluation
+# between two of training evicts neither
 _RECORDS = 8
 
 
 def is_operator(packed: PackedSequence) -> bool:
-    """Whether an operation on this row is traced into a graph: rows of shared prefixes and rows of
-    several ranks break it instead.
+    """Whether torch.compile traces an operation on this row as an operator; rows of shared prefixes
+    and rows that ranks share break the graph instead.
     """
     return torch.compiler.is_compiling() and packed.tree is None and not packed.is_shard
 
@@ -40,14 +38,16 @@ def is_operator(packed: PackedSequence) -> bool:
 def operator(
     run: Callable[..., Any], arguments: str, like: Callable[..., Any], outputs: int = 1
 ) -> Callable[..., Any]:
-    """Return an operation as one operator: a function of the row's record and of `arguments`, by
-    position.
+    """Register an operation as an operator; return a function of the row's record and of
+    `arguments`, by position, that calls it.
 
     Args:
-        run: the operation, which takes all of them and `packed` by name; the operator has its name.
-        arguments: as in a schema of torch's, "Tensor q, bool qk_l2norm"; the first is a tensor.
-        like: given the same, without the record, returns empty tensors like its outputs.
-        outputs: how many tensors it returns.
+        run: the operation, which takes `arguments` and `packed` by name; the operator gets the
+            function's name.
+        arguments: as in a torch.library schema, such as "Tensor q, bool qk_l2norm"; the first is a
+            tensor.
+        like: returns empty tensors like the outputs, given the arguments without the record.
+        outputs: how many tensors the operation returns.
     """
     name, given = f"hf_packfree::{run.__name__}", f"Tensor cu_seqlens, {arguments}"
     names = tuple(argument.split()[-1] for argument in arguments.split(", "))
@@ -69,7 +69,7 @@ def operator(
 
 @dataclass(frozen=True)
 class _Passes:
-    """What an operator of `run` computes, with arguments of these names."""
+    """The forward and backward pass of the operator for `run`, whose arguments have these names."""
 
     run: Callable[..., Any]
     names: tuple[str, ...]
@@ -87,7 +87,7 @@ class _Passes:
         cu_seqlens: Tensor,
         *values: Any,
     ) -> list[Tensor]:
-        """Return the gradients that are needed, in the order of the values."""
+        """Return the gradients of the values that need one, in order."""
         with torch.enable_grad():
             leaves = [
                 value.detach().requires_grad_(needs) if isinstance(value, Tensor) else value
@@ -130,9 +130,11 @@ def _like_needed(
 
 @lru_cache(maxsize=_RECORDS)
 def _record(offsets: bytes, device: torch.device) -> PackedSequence:
-    """The record of a row by its offsets, with what was planned of it."""
+    """The record of a row with these offsets (bytes of int32 [N+1]); cached, and so are its
+    plans.
+    """
     ends: Integers = np.frombuffer(offsets, dtype=np.int32)
-    # a row of evaluation may be trained on afterwards
+    # the record of a row of evaluation may be used in training afterwards
     with torch.inference_mode(False):
         return PackedSequence.from_lengths(ends[1:] - ends[:-1], device=device)
 

@@ -23,14 +23,14 @@ from hf_packfree.ops.backend import installed
 from hf_packfree.versions import LAUNCHED_TRITON
 
 _ASSUMED = ["tt.divisibility", 16]
-"""What compiled code may assume besides types and integers that are 1; `_read` gives arguments
-without it another kind.
+"""The only attribute that Triton compiles code for, besides types and integers that are 1; `_read`
+gives arguments that lack it another kind.
 """
 _INT32 = 2**31
 Start = Callable[[tuple[int, ...], tuple[Any, ...], list[Any]], None]
 _compiled: dict[tuple[Any, ...], Start] = {}
-"""By kernel, device, constants and the arguments' kinds: the function that launches the compiled
-kernel.
+"""{(kernel, device, constants, the arguments' kinds): the function that launches the compiled
+kernel}.
 """
 
 
@@ -68,15 +68,15 @@ def _launch(
     if start is not None:
         return start(grid, arguments, values)
     compiled = kernel[grid](*arguments, **constants)
-    # None: a hook of Triton's prevented the compilation
+    # None where a hook of Triton's prevented the compilation
     if compiled is not None and _assumes_no_more(compiled):
         rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
         _compiled[key] = _starter(compiled, device, rest)
 
 
 def _starter(compiled: Any, device: int, rest: tuple[Any, ...]) -> Start:
-    """Return what `compiled[grid](*arguments, *rest)` does, without looking up again what stays
-    the same.
+    """Return a function that launches like `compiled[grid](*arguments, *rest)`, with everything
+    that stays the same looked up once.
     """
     from triton import knobs
     from triton.runtime import driver
@@ -95,7 +95,7 @@ def _starter(compiled: Any, device: int, rest: tuple[Any, ...]) -> Start:
 
 
 def _has_hooks(runtime: Any) -> bool:
-    """Whether anything, a profiler for instance, is called at every launch."""
+    """Whether a hook, such as a profiler's, is called at every launch."""
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -104,8 +104,8 @@ def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]
     """Return the arguments' kinds, which differ wherever Triton would compile different code, and
     the values to launch with.
 
-    That of a tensor on this device is its address; Triton looks it up in the driver at every
-    launch.
+    The value of a tensor on this device is its address, which Triton would look up in the driver at
+    every launch.
     """
     kinds: list[Any] = []
     values: list[Any] = []
@@ -131,15 +131,15 @@ def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]
 
 @cache
 def is_known() -> bool:
-    """Whether the Triton that is installed was compared with this launcher; others start kernels
-    themselves.
+    """Whether this launcher was compared with the installed release of Triton; other releases
+    launch kernels themselves.
     """
     return (installed("triton") or "").startswith(LAUNCHED_TRITON)
 
 
 def _assumes_no_more(compiled: Any) -> bool:
-    """Whether the code holds for all arguments of the kinds it was compiled for: a later Triton
-    may specialise on more.
+    """Whether compiled code holds for all arguments of its kinds: a later Triton may specialise on
+    more than `_ASSUMED`.
     """
     if not is_known():
         return False
@@ -148,7 +148,7 @@ def _assumes_no_more(compiled: Any) -> bool:
         fixed = [value for path, value in source.constants.items() if path[0] not in declared]
         assumed = [attribute for attributes in source.attrs.values() for attribute in attributes]
     except AttributeError:
-        # a Triton that keeps them elsewhere launches by itself
+        # a Triton that keeps these attributes elsewhere launches its kernels itself
         return False
     return all(value is None or value == 1 for value in fixed) and all(
         attribute == _ASSUMED for attribute in assumed

@@ -1,4 +1,4 @@
-"""An operation: what leaks where it is missing, and its backends in order of preference."""
+"""An operation: what leaks without it, and its backends in order of preference."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class AcrossRanks:
     """How the ranks of a context-parallel group share an operation.
 
     Attributes:
-        option: the field of `hf_packfree.parallel.ContextParallel` that says which way.
-        heads: what they divide among them, by its name in `Target.sizes`; None: what another
-            operation of the same option divides.
+        option: the field of `hf_packfree.parallel.ContextParallel` that chooses the way.
+        heads: the heads that the ranks divide among them, by their name in `Target.sizes`; None:
+            those of another operation with the same option.
     """
 
     option: str
@@ -26,23 +26,25 @@ class AcrossRanks:
 
 @dataclass(frozen=True)
 class Op(Generic[B]):
-    """One operation on packed rows: its folder holds it, and `hf_packfree.ops.table` lists it.
+    """One operation on packed rows, with a folder of its own and a line in `hf_packfree.ops.table`.
 
     Attributes:
-        name: as `apply_patches(model, backend={name: ...})` takes it.
+        name: its name in `apply_patches(model, backend={name: ...})`.
         backends: {name: backend}, the preferred ones first; the last of them runs everywhere.
-        leaks: what crosses document boundaries where upstream's own runs, as half a sentence; None:
-            nothing, it is here for speed.
-        leaks_sometimes: whether that is so for some forms of input alone, because transformers
-            reads boundaries in others.
-        where: what of a model calls it: token mixers ("layers"), the head with its loss ("head"),
-            vision and audio towers ("towers").
+        leaks: what crosses document boundaries in upstream's implementation, as half a sentence;
+            None: nothing, the operation is only faster.
+        leaks_sometimes: whether upstream leaks with some input formats only, because transformers
+            reads boundaries from the others.
+        where: the part of a model that calls the operation: token mixers ("layers"), the head with
+            its loss ("head"), vision and audio towers ("towers").
         compiled: the backend that runs under torch.compile; None: the chosen one.
         loaded: whether the attention implementation that a model or a tower was loaded with runs
-            instead, unless that is "sdpa".
-        slow_in_eager: whether PyTorch eager takes many times as long on a GPU in float32, too.
-        linear_layers: whether the layers' linear layers run in it, unless it runs on "torch".
-        across_ranks: how ranks that hold parts of a row share it; None: they cannot.
+            instead, if that is not "sdpa".
+        slow_in_eager: whether "torch" takes many times as long as a kernel on a GPU in float32 too,
+            not only in half precision.
+        linear_layers: whether the decoder layers' linear layers run in this operation, unless its
+            backend is "torch".
+        across_ranks: how ranks that hold parts of a row share the operation; None: they cannot.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Op(Generic[B]):
         """Return the backend of that name, which may end in `BATCH_INVARIANT`.
 
         Raises:
-            BackendUnavailable: there is none.
+            BackendUnavailable: no backend has that name.
         """
         bare = name.removesuffix(BATCH_INVARIANT)
         if bare not in self.backends:
@@ -72,8 +74,8 @@ class Op(Generic[B]):
         return found if bare == name else found.for_every_row()
 
     def for_every_row(self, name: str) -> str:
-        """Return the name by which `backend` finds what gives a document the same bits in every
-        row: the same name, where that is the backend itself.
+        """Return the name of the backend that gives a document the same bits in every row: `name`
+        itself, or with the suffix `BATCH_INVARIANT`.
         """
         found = self.backends[name]
         return name if found.for_every_row() is found else name + BATCH_INVARIANT

@@ -14,10 +14,11 @@ from hf_packfree.errors import UnsupportedInput
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Any:
-    """Let a backward pass run without a graph; what it returns raises where it is differentiated.
+    """Run a backward pass without a graph; differentiating its results raises.
 
-    Torch's decorator of that name says so in its own words, and not where the gradient that comes
-    in has no graph, as that of a plain sum: then it leaves its part of the second derivative out.
+    torch's decorator of that name raises with a message of its own, and not at all where the
+    incoming gradient has no graph, as that of a plain sum: it then silently leaves a part of the
+    second derivative out.
     """
 
     @functools.wraps(backward)
@@ -35,11 +36,13 @@ def once_differentiable(backward: Callable[..., Any]) -> Any:
 
 
 class _Last(Function):
-    """Hands gradients on that nobody can differentiate by what they were made of."""
+    """Returns gradients that depend on the given tensors in autograd's graph, and whose backward
+    raises.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: tuple[Any, ...], *given: Tensor) -> tuple[Any, ...]:
-        """Return the gradients, with a graph that goes on to what was given."""
+        """Return the gradients, with the tensors in `given` as their inputs in the graph."""
         return gradients
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""The table of operations. To add one: a folder, or a file, with its `Op`, and a line here."""
+"""The table of operations. To add an operation, add a folder or a file with its `Op`, and a line
+here.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What TileLang's kernels need besides packages: the CUDA compiler, and environment variables that
-switch them off.
+"""Requirements of TileLang's kernels besides packages: the CUDA compiler, and no environment
+variable that switches them off.
 
-Nothing here needs torch, so that the doctor can read it where torch is broken.
+Nothing here needs torch, so that the doctor works where torch is broken.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ def flash_qla_off() -> str | None:
 
 
 def has_nvcc() -> bool:
-    """Whether TileLang finds the compiler it calls: on the path, under CUDA_HOME, or from
-    NVIDIA's wheel.
-    """
+    """Whether TileLang finds nvcc: on the path, under CUDA_HOME, or from NVIDIA's wheel."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
     if which("nvcc") is not None or any(
         home and (Path(home) / "bin" / "nvcc").exists() for home in homes

@@ -1,14 +1,15 @@
-"""Rows of shared prefixes (trees, see `hf_packfree.packing.tree`) on operations that know documents
-only: the tokens that a segment reads of its prefixes are gathered in front of it.
+"""Rows of shared prefixes (trees, see `hf_packfree.packing.tree`) on operations that take rows of
+documents only: the tokens of its prefixes that a segment reads are repeated in front of it, in a
+longer row.
 
-With a bounded record (CUDA graphs), the gathered row is filled up with tokens whose outputs nobody
-reads and whose gradients are zero.
+With a bounded record (CUDA graphs), the longer row is filled up with tokens whose outputs are not
+read and whose gradients are zero.
 
-Attention and the convolution are one call for the whole row, the delta rule is one for each level
-of depth. The gradient of a shared prefix is a sum over its branches, in fp32 (fp64 if the input
+Attention and the convolution make one call for the whole row, the delta rule one for each depth of
+the tree. The gradient of a shared prefix is a sum over its branches, in fp32 (fp64 if the input
 is).
 
-Shapes: T tokens of the row, P of the longer row that is gathered, N segments.
+Shapes: T tokens of the row, P tokens of the longer row, N segments.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from hf_packfree.packing.tree import ROOT, Size, Tree
 
 
 class Longer(NamedTuple):
-    """A row of documents made of a row of segments.
+    """The longer row of documents that is gathered from a row of segments.
 
     Attributes:
-        record: of its documents.
-        tokens: int64 [P], the row's token at each place of it.
-        own: int64 [T], where each of the row's tokens finds what is computed for it.
-        others: int64 [P - T], the other places.
-        shared: int64 [R], the row's tokens at these other places, each once; where the record is
-            bounded more of them, so that R is min(T, P - T).
-        numbers: int64 [P - T], which of the shared ones is at each of these places.
+        record: of the longer row's documents.
+        tokens: int64 [P], for each place of the longer row the token of the row that is gathered
+            there.
+        own: int64 [T], for each token of the row the one place of the longer row whose output is
+            read.
+        others: int64 [P - T], the other places of the longer row, which repeat tokens.
+        shared: int64 [R], the tokens that `others` repeat, each once; where the record is bounded
+            also other tokens, so that R is min(T, P - T).
+        numbers: int64 [P - T], for each of `others` the index into `shared` of its token.
     """
 
     record: PackedSequence
@@ -55,7 +58,7 @@ class Level(NamedTuple):
 
     Attributes:
         record: of these segments.
-        parents: int64, the number of each one's parent in the level above; None of roots.
+        parents: int64, for each segment its parent's number in the level above; None for roots.
     """
 
     record: PackedSequence
@@ -66,9 +69,9 @@ class Levels(NamedTuple):
     """The row's segments by depth.
 
     Attributes:
-        levels: from the roots on.
-        order: int64 [T], the row's tokens in that order; None: that of the row.
-        back: int64 [T], the places of the row's tokens there.
+        levels: one for each depth, roots first.
+        order: int64 [T], the row's tokens sorted by level; None if the row is sorted so already.
+        back: int64 [T], the inverse of `order`.
     """
 
     levels: tuple[Level, ...]
@@ -77,8 +80,8 @@ class Levels(NamedTuple):
 
 
 def plan_paths(packed: PackedSequence) -> Longer:
-    """Make a document of every path from a root to a leaf; of a segment on several paths, the
-    output is read from the first.
+    """Make a document of every path from a root to a leaf; the output of a segment on several paths
+    is read from the first path.
     """
     tree = _tree(packed)
     bounds = None if tree.bounds is None else tree.bounds.paths
@@ -126,14 +129,14 @@ def plan_levels(packed: PackedSequence) -> Levels:
 def attend_along_paths(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Attend with every token to those in front of it on its path.
+    """Let every token attend to itself and the tokens in front of it on its path.
 
     Args:
-        q, k, v, packed: of `hf_packfree.ops.attention.attention`, with a tree.
-        attend: takes them for a row of documents.
+        q, k, v, packed: as for `hf_packfree.ops.attention.attention`, with a tree.
+        attend: the attention on a row of documents, with the same arguments.
     """
     plan = packed.cached(plan_paths)
-    # what a query gives where it is repeated, nobody reads
+    # outputs of repeated queries are not read, so their gradients need no sum
     (q,) = _Take.apply(plan.tokens, plan.own, q)
     k, v = _Share.apply(plan, k, v)
     (out,) = _Read.apply(plan.own, attend(q, k, v, plan.record))
@@ -144,13 +147,14 @@ def attend_along_paths(
 def convolve_along_paths(
     x: Tensor, packed: PackedSequence, taps: int, convolve: Callable[..., Any]
 ) -> Any:
-    """Convolve every token with those in front of it on its path.
+    """Convolve every token with the tokens in front of it on its path.
 
     Args:
         x: [1, T, C].
         packed: the record, with a tree.
         taps: of the filter.
-        convolve: takes `x` and `packed`, and returns a tensor [1, T, ...] or several.
+        convolve: the convolution on a row of documents: takes `x` and `packed`, returns one tensor
+            [1, T, ...] or several.
     """
     plan = packed.cached(plan_windows, taps - 1)
     (longer,) = _Share.apply(plan, x)
@@ -163,13 +167,13 @@ def convolve_along_paths(
 def delta_rule_along_paths(
     inputs: Sequence[Tensor], packed: PackedSequence, run: Callable[..., tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Let every segment begin with the state that its parent leaves.
+    """Run the delta rule level by level: every segment begins with its parent's final state.
 
     Args:
         inputs: each [1, T, ...].
         packed: the record, with a tree.
-        run: takes inputs, their record, and a state for each of its documents or None; returns
-            their output [1, T, ...] and the states that they leave.
+        run: takes a level's inputs, their record, and an initial state for each document or None;
+            returns the output [1, T, ...] and the final states.
     """
     plan = packed.cached(plan_levels)
     sizes = [level.record.num_tokens for level in plan.levels]
@@ -177,7 +181,8 @@ def delta_rule_along_paths(
     parts = zip(plan.levels, *(x.split(sizes, 1) for x in ordered), strict=True)
     outs, states = list[Tensor](), torch.empty(0)
     for level, *of_level in parts:
-        # whose gradient sums over the branches, in the dtype of states
+        # the backward of `index_select` sums the gradients of a parent's branches, in the dtype of
+        # states
         begin = None if level.parents is None else states.index_select(0, level.parents)
         out, states = run(*of_level, level.record, begin)
         outs.append(out)
@@ -186,8 +191,8 @@ def delta_rule_along_paths(
 
 
 def gather(row: Tensor, tokens: Tensor) -> Tensor:
-    """Return a row's tokens, [1, P, ...] of [1, T, ...]; the gradients of one that is taken
-    several times are added in fp32 (fp64 if the row is).
+    """Return the given tokens of a row [1, T, ...], as [1, P, ...]; the gradients of a token that
+    is taken several times are added in fp32 (fp64 if the row is).
     """
     return _Gather.apply(row, tokens)  # type: ignore[no-any-return]
 
@@ -209,8 +214,8 @@ class _Gather(Function):
 
 
 class _Take(Function):
-    """Gathers tokens of rows; a token's gradient is that of its place in `own`, the only one whose
-    output is read.
+    """Gathers tokens of rows; a token's gradient is only that at its place in `own`, since outputs
+    at other places are not read.
     """
 
     @staticmethod
@@ -226,7 +231,7 @@ class _Take(Function):
 
 
 class _Read(Function):
-    """Reads some places of rows, none twice; the gradient of all others is zero."""
+    """Reads some places of rows, none twice; the gradient is zero elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, places: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -244,8 +249,8 @@ class _Read(Function):
 
 
 class _Share(Function):
-    """Rows gathered to a longer one, as by `gather`; backward adds up only the gradients of shared
-    tokens, and copies the others.
+    """`gather` for the longer row of a plan: backward sums the gradients of repeated tokens only,
+    and copies the others.
     """
 
     @staticmethod
@@ -269,8 +274,8 @@ class _Share(Function):
 def _longer(
     packed: PackedSequence, documents: list[list[int]], bounds: Size | None, reach: int = 0
 ) -> Longer:
-    """Return the row of some documents, each some segments of a path in order, with at most
-    `reach` tokens in front of the first of them.
+    """Return the longer row of some documents: each is a list of consecutive segments of a path,
+    with at most `reach` tokens in front of the first.
     """
     tree, device = _tree(packed), packed.cu_seqlens.device
     spans, own = _spans(tree), np.full(packed.num_tokens, -1)
@@ -282,7 +287,7 @@ def _longer(
         for segment in segments:
             span = spans[segment]
             parts.append(span)
-            # of the first document that has it
+            # a segment's output is read from the first document that has it
             if own[span[0]] < 0:
                 own[span] = end + np.arange(len(span))
             else:
@@ -300,8 +305,8 @@ def _longer(
 def plan_shared(
     tokens: Integers, own: Integers, bounded: bool
 ) -> tuple[Integers, Integers, Integers]:
-    """Return `others`, `shared` and `numbers` of `Longer`; where `bounded`, `shared` has the
-    largest size that it can have.
+    """Return `others`, `shared` and `numbers` of `Longer`; where `bounded`, `shared` is filled up
+    to its largest possible size.
     """
     is_own, is_shared = np.zeros(len(tokens), dtype=bool), np.zeros(len(own), dtype=bool)
     is_own[own] = True
@@ -317,19 +322,21 @@ def plan_shared(
 def _row(
     packed: PackedSequence, lengths: list[int], tokens: Integers, bounds: Size | None
 ) -> tuple[PackedSequence, Integers]:
-    """Return the record of documents made of some tokens of the row, and these tokens, filled up
-    to the bounds.
+    """Return the record of documents of these lengths, gathered from the row's `tokens`, and the
+    tokens, both filled up to the bounds.
     """
     record = PackedSequence.from_lengths(lengths, device=packed.cu_seqlens.device)
     if bounds is None:
         return record, tokens
-    # one after the other: gradients of one token would be added one by one
+    # filled up with tokens in turn: many gradients of a single token would be added one by one
     more = np.arange(bounds.tokens - len(tokens)) % packed.num_tokens
     return filled(record, *bounds, longest=bounds.tokens), np.concatenate([tokens, more])
 
 
 def _in_front(tree: Tree, spans: list[Any], segment: int, count: int) -> list[Any]:
-    """Return the last `count` tokens in front of a segment on its path, or fewer, in parts."""
+    """Return the last `count` tokens in front of a segment on its path, fewer if it has fewer, in
+    one part per segment.
+    """
     parts, segment = list[Any](), tree.parents[segment]
     while count and segment != ROOT:
         parts.insert(0, spans[segment][-count:])
@@ -338,7 +345,7 @@ def _in_front(tree: Tree, spans: list[Any], segment: int, count: int) -> list[An
 
 
 def _spans(tree: Tree) -> list[Any]:
-    """Return the tokens of every segment, integers each."""
+    """Return the row's tokens of every segment, as integers."""
     return [
         np.arange(start, start + length)
         for start, length in zip(tree.starts, tree.lengths, strict=True)

@@ -34,12 +34,13 @@ class AttentionBackend(Backend):
     """One implementation of causal attention.
 
     Attributes:
-        with_history: attends where the first document may have keys before its first query, see
+        with_history: attends in a row whose first document began before the row, see
             `attention_with_history`; None: it cannot.
-        in_tree: attends where documents share their beginnings; None: along each path as a
-            document.
-        with_options: attends where scores have options or values another size, see `takes`.
-        takes: which of `score_options.WANTED` that has.
+        in_tree: attends in a row of shared prefixes; None: every path of the tree is run as a
+            document, see `hf_packfree.ops.tree_paths`.
+        with_options: attends with a window, a softcap or sinks, and with values of another size
+            than keys, as far as `takes` lists them.
+        takes: the names in `score_options.WANTED` that `with_options` supports.
     """
 
     with_history: Callable[..., Tensor] | None = None
@@ -51,7 +52,9 @@ class AttentionBackend(Backend):
 def _unless_lacking(
     unusable: Callable[[Target], str | None], takes: frozenset[str]
 ) -> Callable[[Target], str | None]:
-    """Return why kernels that take some options cannot run at a target."""
+    """Return an `unusable` that also refuses models whose attention needs options outside of
+    `takes`.
+    """
     return lambda target: score_options.refused(target, takes) or unusable(target)
 
 
@@ -125,30 +128,31 @@ def attention(
         scale: factor on q.k before the softmax; D ** -0.5 if not given.
         dropout: probability of dropping an attention weight; above 0 "torch" attends, whatever the
             backend.
-        window: how many tokens a query sees, itself included; all before it if not given. Which
-            backends have this and the next two, and DV other than D, their `takes` says.
+        window: how many tokens a query sees, itself included; all before it if not given. A
+            backend's `takes` says whether it supports `window`, `softcap`, `sinks` and DV other
+            than D.
         softcap: scores s are softcap * tanh(s / softcap).
-        sinks: [H], a score that each query's softmax counts beside those of its keys.
+        sinks: [H], the score of one more key in each query's softmax, whose value is zero.
         backend: a name in `OP.backends`. "triton" hands documents of 8,192 tokens and more to
             cuDNN where that has kernels for them, which is faster, see `cudnn.py`;
             "triton, batch-invariant" attends in the same kernels whatever is in the row.
 
     Returns:
         [1, T, H, DV] in q's dtype. Memory grows with T, not with T x T, where torch has a flash
-        kernel for the dtype; a softcap makes the scores of each document.
+        kernel for the dtype; with a softcap the scores of each document are in memory.
 
     Raises:
-        BackendUnavailable: no backend has that name, or the one that has it lacks an option.
+        BackendUnavailable: no backend has that name, or that backend lacks an option.
     """
-    # with dropout, the second forward pass would have to draw the same numbers
+    # the operator's backward pass runs the forward pass again, which would draw other dropout masks
     if is_operator(packed) and not dropout:
-        # under autocast a rotary embedding of PyTorch's, as it is in graphs, is wider
+        # in graphs PyTorch computes the rotary embedding, which under autocast gives fp32 q and k
         q, k = q.to(v.dtype), k.to(v.dtype)
         values = q, k, v, scale, window, softcap, sinks, backend
         return _in_graph(packed, *values)  # type: ignore[no-any-return]
     found = OP.backend(backend)
     scaled: dict[str, Any] = {"scale": scale}
-    # which "torch" alone has
+    # only "torch" has dropout
     if dropout:
         found, scaled["dropout"] = OP.backend("torch"), dropout
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
@@ -189,18 +193,18 @@ def attention_with_history(
     dropout: float = 0.0,
     backend: str = "torch",
 ) -> Tensor:
-    """Attend causally within each document of a row whose first one began before it.
+    """Attend causally within each document of a row whose first document began before the row.
 
     Args:
         q: [1, T, H, D].
-        k, v: [1, h + T, HK, D]: of the h tokens of the first document that are before the row, and
-            of the row.
+        k, v: [1, h + T, HK, D]: first of the h tokens of the first document that come before the
+            row, then of the row's tokens.
         packed: the documents of the row of T tokens.
         scale, dropout: see `attention`.
         backend: a name in `OP.backends`.
 
     Returns:
-        [1, T, H, D] in q's dtype: what `attention` gives those tokens in the longer row.
+        [1, T, H, D] in q's dtype: what `attention` gives the last T tokens of the row of h + T.
 
     Raises:
         BackendUnavailable: no backend has that name.

@@ -1,5 +1,5 @@
-"""Attention in a tree of shared prefixes in PyTorch eager: every token attends once, whatever goes
-on from it. Keys and values alone are repeated, in front of each segment that reads them.
+"""Attention in a tree of shared prefixes in PyTorch eager: the queries of a shared prefix are in
+the row once. Only its keys and values are repeated, in front of each segment that reads them.
 
 Shapes: T tokens of the row, H query heads, HK key/value heads, D head size; of a batch n segments,
 L queries and M keys each.
@@ -26,10 +26,10 @@ class Branches:
 
     Attributes:
         queries: int64 [n, L], the row's token for every position; padding repeats the last one.
-        keys: int64 [n, M], the path in front, and the same.
+        keys: int64 [n, M], the row's tokens on the path in front of each segment, then `queries`.
         real: int64 [t], the flat positions [n*L] of real queries.
-        seen: bool [L, M], True where a query sees a key, padding in no real one's sight; None of
-            roots, which are causal.
+        seen: bool [L, M], True where a query sees a key; no real query sees padding. None for
+            roots, whose attention is plainly causal.
     """
 
     queries: Tensor
@@ -47,7 +47,9 @@ class Plan:
 
 
 def plan_branches(packed: PackedSequence) -> Plan:
-    """Sort segments by the tokens in front of them, and by length as `plan_buckets` does."""
+    """Sort segments into batches by the number of tokens in front of them, and by length as
+    `plan_buckets` does.
+    """
     tree: Any = packed.tree
     spans = [
         torch.arange(start, start + length, device="cpu")
@@ -81,8 +83,8 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`, of a tree; the gradients of a key that several
-    segments read are added in fp32 (fp64 if the input is).
+    """See `hf_packfree.ops.attention.attention`, for a row of shared prefixes; the gradients of a
+    key that several segments read are added in fp32 (fp64 if the input is).
     """
     plan, groups, outputs = packed.cached(plan_branches), q.shape[2] // k.shape[2], []
     for batch in plan.batches:

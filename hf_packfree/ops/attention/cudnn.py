@@ -1,5 +1,5 @@
 """Long documents in cuDNN's attention, one call of torch's `scaled_dot_product_attention` for each;
-the rest in our kernels.
+shorter ones in our Triton kernels.
 
 On Hopper cuDNN runs heads of 256 channels faster than our kernels do, once a document is long
 enough for a call of its own. Its gradients of queries may be summed in another order from call to
@@ -23,7 +23,7 @@ from hf_packfree.packing import PackedSequence, uncompiled
 LONG = 8192
 """Tokens of a document that gets a call of its own."""
 Piece = tuple[int, PackedSequence | None]
-"""Tokens, and the record of the documents in them; None: one long document."""
+"""Number of tokens, and the record of the documents they make up; None: one long document."""
 
 
 @uncompiled
@@ -36,10 +36,10 @@ def attend(
     scale: float | None = None,
     long: int = LONG,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`; documents of `long` tokens and more are
-    cuDNN's.
+    """See `hf_packfree.ops.attention.attention`; documents of `long` tokens and more run in
+    cuDNN.
     """
-    # the plan of a bounded row is that of other documents too
+    # other rows use the plan of a bounded row, and their documents have other lengths
     if packed.bounded or packed.max_seqlen < long or not _usable(q, k, v):
         return triton_native.attend(q, k, v, packed, scale=scale)
     pieces: list[Piece] = packed.cached(plan_pieces, long)
@@ -58,7 +58,9 @@ def attend(
 
 
 def plan_pieces(packed: PackedSequence, long: int) -> list[Piece]:
-    """Return the row as documents of `long` tokens and more, and what is between them."""
+    """Cut the row into pieces: each document of `long` tokens and more, and the documents between
+    two of these.
+    """
     device, pieces = packed.cu_seqlens.device, list[Piece]()
     for is_long, lengths in groupby(packed.lengths, lambda length: length >= long):
         if is_long:
@@ -78,7 +80,7 @@ def _attend_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Te
 
 
 def _usable(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN has kernels for these heads here."""
+    """Whether cuDNN has kernels for heads of these sizes on their device."""
     if not _runs_on(q.device):
         return False
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -87,14 +89,14 @@ def _usable(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def takes(head_size: int, device: torch.device) -> bool:
-    """Return whether cuDNN has kernels for heads of that size there."""
+    """Return whether cuDNN has kernels for heads of that size on a device."""
     one = torch.empty(1, LONG, 1, head_size, dtype=torch.bfloat16, device=device)
     return _usable(one, one, one)
 
 
 def _runs_on(device: torch.device) -> bool:
-    """Whether torch calls cuDNN's attention there, and no one wants results that are the same
-    every time.
+    """Whether torch may call cuDNN's attention on a device, and deterministic algorithms are not
+    asked for.
     """
     wanted = (
         torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()

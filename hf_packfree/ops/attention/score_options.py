@@ -1,5 +1,5 @@
-"""Attention within documents with what changes its scores: a sliding window, a cap, sinks; and
-values of another size than keys. In PyTorch eager, without a T x T mask.
+"""Attention within documents with a sliding window, capped scores or sinks, and with values of
+another size than keys. In PyTorch eager, without a T x T mask.
 
 The first `window` tokens of a document attend like a document of their own. The rest is cut into
 blocks of `window` queries, each of which sees its own block and the one before, under one band.
@@ -27,12 +27,14 @@ WANTED = {
     "sinks": "attention sinks",
     "other_value_size": "values of another size than keys",
 }
-"""{name in `Target.sizes`: in words}; the first three are keywords of `attention`, too."""
+"""{name in `Target.sizes`: the option in words}; the first three are keywords of `attention`,
+too.
+"""
 
 
 def refused(target: Target, takes: frozenset[str]) -> str | None:
-    """Return why kernels that have some of these, and not the rest, cannot run the model's
-    attention, or None.
+    """Return why kernels that support only the options `takes` cannot run the model's attention, or
+    None.
     """
     lacking = (name for name in WANTED if name not in takes and target.sizes.get(name))
     found = [WANTED[name] for name in lacking]
@@ -65,12 +67,14 @@ class Pieces:
 
 
 def plan_pieces(packed: PackedSequence, window: int | None) -> Pieces:
-    """Sort the row's tokens into beginnings of documents, by length, and the blocks after them."""
+    """Sort the row's tokens into the first `window` tokens of each document, batched by length, and
+    the blocks of `window` queries after these.
+    """
     device, starts = packed.cu_seqlens.device, packed.cu_seqlens_cpu[:-1].long()
     lengths = packed.cu_seqlens_cpu.diff().long()
     reach = min(window or packed.max_seqlen, packed.max_seqlen)
     fronts = PackedSequence.from_lengths(lengths.clamp(max=reach), device="cpu")
-    # of a token in the row of beginnings: its place in the row
+    # the place in the row of every token in `fronts`, the row of documents' first tokens
     places = torch.arange(fronts.num_tokens, device="cpu")
     places += (starts - fronts.cu_seqlens_cpu[:-1])[fronts.seq_idx[0].long()]
     found, tokens = [], []
@@ -156,14 +160,14 @@ def _band(q: Tensor) -> Tensor:
 def _with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float, *, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three with one more key in front, of score `sinks` [H] for every query and of
-    value zero: a softmax with sinks, by any kernel without.
+    """Return q, k and v with one more key in front, whose score is `sinks` [H] for every query and
+    whose value is zero: a kernel without sinks then computes the softmax with them.
 
-    Two more channels carry the score, `sinks / scale` and what rounding takes from it.
+    Two more channels carry the score: `sinks / scale`, and its rounding error.
 
     Args:
-        whole: each query sees that key by a mask; otherwise the first query, which is one more, is
-            the one that sees it alone.
+        whole: a mask lets each query see that key; otherwise one more query is put in front, so
+            that the causal mask lets all others see it.
     """
     more = 8 - q.shape[3] % 8
     more += 8 if more < 2 else 0
@@ -188,8 +192,8 @@ def _attend_by_scores(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same with scores that are made, softcap * tanh(score / softcap), which no kernel of torch
-    caps.
+    """Attend with the scores in memory, as softcap * tanh(score / softcap): torch's kernels have no
+    cap. Shapes: see `_attend`.
     """
     if seen is None:
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

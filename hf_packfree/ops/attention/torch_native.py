@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from hf_packfree.packing import PackedSequence, uncompiled, with_history
 
 _STEP = {"cpu": 32}
-"""Tokens from one padded length to the next, at most, by device; on a GPU more calls cost more than
-their padding.
+"""The largest step in tokens from one padded length to the next, by device. A GPU has none: smaller
+steps save padding, but the calls that they add cost more.
 """
 
 
@@ -71,7 +71,7 @@ def plan_buckets(packed: PackedSequence, most: int | None = None) -> tuple[Bucke
 
 
 def plan_batches(packed: PackedSequence) -> Batches:
-    """Put the buckets behind each other."""
+    """Join the plans of all buckets into one gather."""
     device = packed.cu_seqlens.device
     buckets = plan_buckets(packed, _STEP.get(device.type))
     gather = torch.cat([bucket.gather.reshape(-1) for bucket in buckets])
@@ -115,7 +115,7 @@ def attend_with_history(
     whose output is dropped.
 
     Args:
-        run: attends without a history, with the options.
+        run: the function that attends without a history; it is called with `options`.
     """
     history = k.shape[1] - q.shape[1]
     if not history:
@@ -125,8 +125,8 @@ def attend_with_history(
 
 
 def plan_runs(packed: PackedSequence) -> tuple[tuple[int, int], ...]:
-    """Return how many neighbours share a length, and the length, of every such run of documents
-    in the row.
+    """Return (number of documents, their length) for every run of neighbouring documents of one
+    length.
     """
     return tuple((len(list(run)), length) for length, run in groupby(packed.lengths))
 
@@ -139,8 +139,8 @@ def _attend_runs(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
-    """Without causality padding would have to be masked, so only neighbours of one length are
-    one batch: nothing is copied.
+    """Attend in both directions, one call per run of documents of one length: batches of other
+    lengths would need padding, and padding a mask.
     """
     sizes = [count * length for count, length in runs]
     outputs = []
@@ -153,7 +153,9 @@ def _attend_runs(
 def _attend_batches(
     q: Tensor, k: Tensor, v: Tensor, plan: Batches, scale: float | None, dropout: float
 ) -> Tensor:
-    """Padding is in every real query's future, so nothing masks it."""
+    """Attend causally: padding comes after every real query of its document, so the causal mask
+    hides it.
+    """
     sizes = [count * length for count, length in plan.shapes]
     parts = (x.squeeze(0).index_select(0, plan.gather).split(sizes) for x in (q, k, v))
     outputs = []
@@ -176,7 +178,9 @@ def _sdpa(
 
 
 def of_one_size(*inputs: Tensor) -> list[Tensor]:
-    """Return q, k and v with as many channels as the widest; zeros, which change no score."""
+    """Return q, k and v padded with channels of zero to the widest of them, which changes no
+    score.
+    """
     width = max(x.shape[3] for x in inputs)
     return [x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in inputs]
 

@@ -18,7 +18,9 @@ from hf_packfree.packing import PackedSequence
 
 
 def _varlen_unusable(target: Target) -> str | None:
-    """A tower's heads have a size of their own."""
+    """Return why "varlen" cannot run a tower's attention at `target`, by `tower_head_size`, or
+    None.
+    """
     return varlen.unusable(
         replace(target, sizes={"head_size": target.sizes.get("tower_head_size", 0)})
     )
@@ -38,7 +40,7 @@ OP = Op(
     where="towers",
     loaded=True,
 )
-"""Our own Triton kernels skip the keys after a query, and so are not among them."""
+"""Our own Triton kernels are causal, and so are not among the backends."""
 
 
 def tower_attention(
@@ -60,7 +62,7 @@ def tower_attention(
 
     Returns:
         [1, T, H, D] in q's dtype. "torch" makes one call for every run of neighbouring segments of
-        one length, "varlen" one.
+        one length, "varlen" one call for all.
 
     Raises:
         BackendUnavailable: no backend has that name.

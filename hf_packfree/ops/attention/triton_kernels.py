@@ -1,11 +1,11 @@
-"""Triton kernels of causal attention within documents: no atomics, so a document's values and
-gradients are its own.
+"""Triton kernels of causal attention within documents: without atomics, so a document's values and
+gradients do not depend on the rest of the row.
 
 A row is cut into blocks from each document's own start, so that a document's blocks do not depend
-on what else is in the row. A program works on one block; `blocks` [B, 4] holds its document's first
-token in the row, its own first token in the document, the document's length, and its first token
-that queries: those before are keys alone. Tokens are counted from the document's start, in int32;
-only the start itself is an int64.
+on what else is in the row. A program works on one block; `blocks` [B, 4] holds the document's first
+token in the row, the block's first token in the document, the document's length, and the document's
+first token whose query is computed: tokens before that one serve as keys only. Tokens are counted
+from the document's start, in int32; only the start itself is an int64.
 
 Shapes: T tokens, H query heads, HK key heads, D channels, GROUP = H / HK query heads of a key head;
 blocks of BLOCK_M queries or BLOCK_N keys. Softmax and its gradients as in FlashAttention-2 (arXiv
@@ -21,8 +21,8 @@ import triton.language as tl
 
 @triton.jit
 def _block(blocks):
-    """The document's first token in the row, the block's in the document, the document's length,
-    and the first of its tokens that queries.
+    """Load this program's row of `blocks`: the document's first token in the row, the block's first
+    token in the document, the document's length, and its first token whose query is computed.
     """
     offset = blocks + tl.program_id(0) * 4
     first, start = tl.load(offset).to(tl.int64), tl.load(offset + 1)
@@ -33,15 +33,17 @@ def _block(blocks):
 def _head_pointers(
     q, k, v, first, head, q_stride, k_stride, v_stride, GROUP: tl.constexpr, D: tl.constexpr
 ):
-    """The document's tokens of one query head, and of the key head that it reads."""
+    """Pointers to the document's q of one query head, and to k and v of the key head that it
+    reads.
+    """
     key = head // GROUP * D
     return q + first * q_stride + head * D, k + first * k_stride + key, v + first * v_stride + key
 
 
 @triton.jit
 def _tile(x, token, stride, offs_d, length, MASK: tl.constexpr):
-    """Tokens of x [tokens, D]; zeros past the document where MASK: the next one may hold
-    anything, NaN too.
+    """Tokens of x [tokens, D]; zeros past the document where MASK, since the next document's values
+    may be NaN.
     """
     if MASK:
         return tl.load(
@@ -52,7 +54,7 @@ def _tile(x, token, stride, offs_d, length, MASK: tl.constexpr):
 
 @triton.jit
 def _seen(query, key, WINDOW: tl.constexpr):
-    """Where queries see keys, tokens of one document."""
+    """Whether each query sees each key; both are counted from the start of one document."""
     seen = query >= key
     if WINDOW:
         seen &= query - key < WINDOW
@@ -61,8 +63,8 @@ def _seen(query, key, WINDOW: tl.constexpr):
 
 @triton.jit
 def _edge(start, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Of the keys before a block of queries, in whole blocks: the first that one of the queries
-    sees, and the first that all of them see.
+    """Of the keys before a block of queries, rounded to whole blocks of keys: the first key that
+    any of the queries sees, and the first key that all of them see.
     """
     some = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     every = tl.cdiv(tl.maximum(start + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N
@@ -93,7 +95,8 @@ def _attn_fwd_inner(
     keys = _tile(k, offs_n, k_stride, offs_d, length, MASK)
     qk = tl.dot(q, tl.trans(keys)) * scale
     if MASK:
-        # finite: a query may see nothing of its first blocks, whose sums the next maximum wipes out
+        # not -inf: with a window a query may see no key of its first block, and the next maximum
+        # then multiplies that block's sums by zero
         qk = tl.where(_seen(offs_m[:, None], offs_n[None, :], WINDOW), qk, -1e30)
     m_ij = tl.maximum(m_i, tl.max(qk, 1))
     p, alpha = tl.exp2(qk - m_ij[:, None]), tl.exp2(m_i - m_ij)
@@ -127,7 +130,7 @@ def attn_fwd(
     `sinks` [H], fp32 or None, hold log2(e). Grid: blocks, H.
     """
     first, start, length, _ = _block(blocks)
-    # of an empty document, which fills up a plan
+    # the block is of an empty document, which only fills up a bounded plan
     if length == 0:
         return
     head = tl.program_id(1)

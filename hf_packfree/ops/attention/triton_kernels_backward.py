@@ -18,7 +18,7 @@ from hf_packfree.ops.attention.triton_kernels import (
 
 @triton.jit
 def _probs(a, b, lse, seen, scale, MASK: tl.constexpr):
-    """Softmax weights of a's tokens and b's: queries and keys, or the transpose."""
+    """Softmax weights of tiles a and b: queries and keys, or keys and queries for the transpose."""
     p = tl.exp2(tl.dot(a, tl.trans(b)) * scale - lse)
     if MASK:
         p = tl.where(seen, p, 0.0)
@@ -168,7 +168,7 @@ def attn_bwd_dq(
 
 @triton.jit
 def _steps(start, length, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """How many blocks of queries see one of the block's keys."""
+    """How many blocks of queries see any key of the block that starts at `start`."""
     end = length
     if WINDOW:
         end = tl.minimum(length, start + BLOCK_N + WINDOW - 1)
@@ -177,7 +177,7 @@ def _steps(start, length, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: 
 
 @triton.jit
 def _step(step, steps, begin, BLOCK_M: tl.constexpr):
-    """The query head of this step, among those of the key head, and the document's tokens."""
+    """A step's query head, among those of the key head, and its tokens in the document."""
     return (step // steps).to(tl.int64), begin + step % steps * BLOCK_M + tl.arange(0, BLOCK_M)
 
 
@@ -194,9 +194,7 @@ def _query_heads_of(
     GROUP: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Of the query heads of a key head, for the document: queries, gradients of the output, and
-    lse.
-    """
+    """Pointers to the document's q, d_out and lse of the query heads that read a key head."""
     q_head = head * GROUP
     return (
         q + first * q_stride + q_head * D,
@@ -339,15 +337,15 @@ def attn_bwd_dkdv(
     KEY_STAGES: tl.constexpr,
     VALUE_STAGES: tl.constexpr,
 ):
-    """d_k and d_v [T, HK, D], summed over the query heads of a key head; queries from a block's own
-    on.
+    """d_k and d_v [T, HK, D], summed over the query heads of a key head, and over the queries from
+    the block's first key on.
 
     Half of the programs compute d_k and half d_v, so that a short row leaves no SM idle: both sums
     in one program need more registers than there are, so the softmax weights are recomputed twice.
     Grid: blocks, HK, 2.
     """
     first, start, length, queried = _block(blocks)
-    # the longer half first
+    # d_k first, which takes longer
     if tl.program_id(2) == 0:
         _attn_bwd_dk(
             q,

@@ -1,5 +1,5 @@
-"""Attention within documents on our Triton kernels, written for Hopper, where torch's own still run
-Ampere's instructions.
+"""Attention within documents on our Triton kernels, written for Hopper, where torch's own
+FlashAttention still uses Ampere's instructions.
 
 Launch sizes are fixed: nothing is tuned at run time, and a document's results are batch-invariant,
 gradients included.
@@ -26,15 +26,15 @@ from hf_packfree.packing.record import Integers
 
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
-# tokens of a program: queries, or keys whose gradients are summed
+# tokens of a program: its queries, or in `attn_bwd_dkdv` its keys
 _BLOCK = 128
-# tokens of a step of its loop: keys, or queries
+# tokens of one step of a program's loop: keys, or in `attn_bwd_dkdv` queries
 _INNER_BLOCK = {"fwd": 64, "bwd_dq": 32, "bwd_dkdv": 32}
-# tiles of them that shared memory holds
+# pipeline stages of that loop (Triton's num_stages), as shared memory allows
 _STAGES = {"fwd": 2, "bwd_dq": 3, "bwd_dkdv": 1, "bwd_dk": 3, "bwd_dv": 3}
 _WARPS = 8
 
-# the kernels work in powers of two
+# the kernels compute exp2
 _LOG2_E = math.log2(math.e)
 
 
@@ -64,7 +64,11 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`; the kernels are compiled for a window."""
+    """See `hf_packfree.ops.attention.attention`; every other `window` is compiled anew.
+
+    Raises:
+        BackendUnavailable: q, k and v are not in half precision, or a document overflows int32.
+    """
     # on a CPU, in Triton's interpreter, any dtype runs
     if q.is_cuda:
         refuse_wide("attention", "Triton", q, k, v)
@@ -80,16 +84,17 @@ def attend(
 
 
 def reach(q: Tensor, k: Tensor, v: Tensor, longest: int) -> int:
-    """Return how many elements a document of `longest` tokens spans in the widest tensor; the
-    output is dense.
+    """Return how many elements of memory a document of `longest` tokens spans in the widest of q,
+    k, v and the output.
     """
     widest = max(q.shape[2] * q.shape[3], *(x.stride(1) for x in (q, k, v)))
     return (longest - 1) * widest + q.shape[3]
 
 
 def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
-    """Return int32 [B, 4] on the model's device: each block's document's start, its own start in
-    it, the document's length, and the first of its blocks whose queries anybody reads.
+    """Return int32 [B, 4] on the model's device: for each block its document's first token in the
+    row, the block's first token in the document, the document's length, and the first token of the
+    document's first block of queries whose output is read, see `PackedSequence.unread`.
 
     The blocks with most work come first, so that the last ones to end are short: queries attend to
     the tokens before them, keys are attended to by the tokens after.
@@ -112,8 +117,8 @@ def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
 def _read(
     packed: PackedSequence, document: Integers, number: Integers, unread: Integers
 ) -> tuple[Integers, Integers]:
-    """Return the blocks without those that nobody reads; in a bounded plan, which keeps its size,
-    they are blocks of the last document, which is empty.
+    """Return the blocks without those whose outputs are unread; a bounded plan keeps its size, so
+    there they become blocks of the last document, which is empty.
     """
     read = (number + 1) * _BLOCK > unread[document]
     if packed.bounded:
@@ -221,27 +226,29 @@ class _Attention(Function):
 
 
 def _empty(q: Tensor, packed: PackedSequence, sinks: Tensor | None) -> Tensor:
-    """Return fp32 [H, T] for what queries sum up to; zeros where the gradient of sinks reads what
-    nobody wrote.
+    """Allocate fp32 [H, T] for lse or delta; zeros where blocks of unread queries are not written
+    and the gradient of sinks sums over all queries.
     """
     new = q.new_zeros if sinks is not None and packed.unread else q.new_empty
     return new(q.shape[2], q.shape[1], dtype=torch.float32)
 
 
 def _gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return d_sinks [H]: a key of value zero, whose weight is exp(sink - lse)."""
+    """Return d_sinks [H]: a sink is a key of value zero, whose softmax weight is exp(sink -
+    lse).
+    """
     weights = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
     return -(weights * delta).sum(1).to(sinks.dtype)
 
 
 def _heads(q: Tensor, k: Tensor, window: int) -> dict[str, int]:
-    """What a program is compiled for."""
+    """The `tl.constexpr` arguments that depend on q, k and the window."""
     heads = q.shape[2]
     return {"HEADS": heads, "GROUP": heads // k.shape[2], "D": q.shape[3], "WINDOW": window}
 
 
 def _blocks(kernel: str) -> dict[str, int]:
-    """Its blocks: a program's are queries, but for d_k and d_v, where they are keys."""
+    """A kernel's block sizes and launch options: BLOCK_M queries and BLOCK_N keys."""
     inner = _INNER_BLOCK[kernel]
     block_m, block_n = (inner, _BLOCK) if kernel == "bwd_dkdv" else (_BLOCK, inner)
     return {

@@ -1,5 +1,5 @@
-"""torch's own flash attention over cu_seqlens (`torch.nn.attention.varlen`, torch 2.10 and
-later): nothing to build.
+"""torch's own flash attention over cu_seqlens (`torch.nn.attention.varlen`, torch 2.10 and later),
+which needs no package.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hf_packfree.versions import (
 
 _HEAD_SIZE = 256
 KERNEL = "FlashAttention"
-"""What runs, of the kernels that torch may choose from."""
+"""The kernel that runs, of those that torch may choose from."""
 
 
 def unusable(target: Target) -> str | None:
-    """Return why it cannot run at `target`, or None."""
+    """Return why torch's varlen attention cannot run at `target`, or None."""
     if (reason := needs_cuda(target) or before_ampere(target) or needs_half(target)) is not None:
         return reason
     sizes = target.sizes.get("head_size", 0), target.sizes.get("other_value_size", 0)
@@ -55,8 +55,9 @@ def attend(
     window: int | None = None,
     of_keys: PackedSequence | None = None,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention`; with `of_keys` each document's queries are the
-    last of its tokens. Values of another size than keys, or keys, get channels of zero.
+    """See `hf_packfree.ops.attention.attention`; `of_keys` is the record of k and v where documents
+    have more keys than queries, which are then those of their last tokens. Where keys and values
+    differ in size, the narrower are padded with channels of zero.
     """
     refuse_wide("attention", "varlen", q, k, v)
     from torch.nn.attention.varlen import varlen_attn
@@ -67,19 +68,20 @@ def attend(
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     options = _options(causal)
     if not causal and _may_be_cudnn():
-        # a window as wide as the row is no window, and cuDNN takes none
+        # a window as wide as the longest document masks nothing, but keeps torch from cuDNN, which
+        # takes no windows
         options = options | {"window_size": (packed.max_seqlen, packed.max_seqlen)}
     if window is not None:
-        # how many before a query, which sees itself, too
+        # torch counts the keys before a query, without the query's own
         options = options | {"window_size": (window - 1, 0)}
     if "scale" in _parameters():
         options = {**options, "scale": scale}
     elif scale != q.shape[3] ** -0.5:
-        # 2.10 has the default alone
+        # torch 2.10 always scales by D ** -0.5
         q = q * (scale * q.shape[3] ** 0.5)
     keys = packed if of_keys is None else of_keys
     bounds, longest = (packed.cu_seqlens, keys.cu_seqlens), (packed.max_seqlen, keys.max_seqlen)
-    # an index, which is a view too, has a gradient that is filled and copied
+    # not x[0]: the backward pass of an index fills and copies a whole gradient
     q, k, v = (x.squeeze(0) for x in (q, k, v))
     with _flash_attention():
         out: Any = varlen_attn(q, k, v, *bounds, *longest, **options)
@@ -117,8 +119,8 @@ def _parameters() -> Any:
 
 
 def _groups_heads() -> bool:
-    """Whether fewer key heads than query heads are taken: 2.13 has a parameter for it, 2.11
-    takes them as they are.
+    """Whether torch's function takes fewer key heads than query heads: 2.13 has a parameter for
+    that, 2.11 needs none.
     """
     return "enable_gqa" in _parameters() or Version(torch.__version__) >= Version(
         VARLEN_GROUPS_HEADS
@@ -127,12 +129,12 @@ def _groups_heads() -> bool:
 
 @cache
 def _options(causal: bool) -> dict[str, Any]:
-    """The keywords that make it causal: `is_causal` in 2.10, a window open to the left after;
-    and those of grouped heads.
+    """The keywords of `varlen_attn` for causal attention, `is_causal` in torch 2.10 and a window
+    open to the left later, and for grouped heads.
     """
     known = _parameters()
     grouped = {"enable_gqa": True} if "enable_gqa" in known else {}
-    # its default
+    # attention in both directions is torch's default
     if not causal:
         return grouped
     return grouped | ({"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)})

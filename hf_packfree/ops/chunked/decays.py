@@ -1,4 +1,6 @@
-"""What decays from one token of a chunk to another, of one number a token and head."""
+"""Decay factors between the tokens of a chunk, where the log decay is one number per token and
+head.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from hf_packfree.ops.chunked.scratch import Scratch
 
 
 class Decays(NamedTuple):
-    """Of R rows of one chunk and head, with G_i = g_0 + ... + g_i the cumulative log decay.
+    """Decay factors of R rows of one chunk and head; G_i = g_0 + ... + g_i is the cumulative log
+    decay.
 
     Attributes:
         decay: [R, C, 1], exp(G).
-        rest: [R, C, 1], exp(G_C - G), what is written at a token decays by until the end of the
-            chunk.
+        rest: [R, C, 1], exp(G_C - G), the decay of a token's write until the end of the chunk.
         whole: [R, 1, 1], exp(G_C).
         pairs: [R, C, C], exp(G_i - G_j) for j <= i, else zero.
     """

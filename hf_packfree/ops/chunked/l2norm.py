@@ -21,7 +21,7 @@ def normalise(x: Tensor, scale: float, space: Scratch) -> Tensor:
 def normalise_backward(
     d: Tensor, x: Tensor, norm: Tensor | float, square: float, space: Scratch
 ) -> None:
-    """Turn the gradient d [R, C, K] of x into that of what x was before, in place.
+    """Turn the gradient d [R, C, K] of x into the gradient of raw, x before `normalise`, in place.
 
     For x = n raw with n = s / |raw|: d_raw = n (dx - x (x.dx) / s^2).
 

@@ -24,13 +24,13 @@ from torch.nn import functional as F
 from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.packing import PackedSequence
 
-# what sizes of heads and states are multiples of
+# `widen` pads sizes of heads and states to a multiple of this
 _WIDTH = 16
 
 
 class Step(NamedTuple):
-    """The chunks of one time step: `docs` of them, the first `going_on` of which have a next
-    one.
+    """The chunks of one time step: of `docs` documents, the first `going_on` of which have a chunk
+    in the next step.
     """
 
     docs: int
@@ -49,7 +49,7 @@ class Window(NamedTuple):
             comes near.
         targets: int64 [M, 1, C], the token that each position writes to; T for padding.
         padding: int64 [P], the positions (of M x C) that are padding.
-        cache: what `head_rows` returned before; it is the same for every layer.
+        cache: results of `head_rows`, which are the same for every layer.
     """
 
     first: int
@@ -65,12 +65,14 @@ class Window(NamedTuple):
         return len(self.tokens)
 
     def rows(self, heads: int) -> slice:
-        """Return where the window's rows are among those of all windows: `heads` rows a chunk."""
+        """Return where the window's rows are among the rows of all windows, at `heads` rows a
+        chunk.
+        """
         return slice(self.first * heads, (self.first + self.num_chunks) * heads)
 
     def steps_with_states(self, *, final: bool) -> tuple[Step, ...]:
-        """Return its steps where documents begin with a state of their own; `final`: and
-        somebody reads the last ones.
+        """Return the window's steps for documents that begin with an initial state; `final`: whose
+        final states are read too.
         """
         return tuple(
             Step(step.docs, step.docs if final else step.going_on, False) for step in self.steps
@@ -89,8 +91,8 @@ class Window(NamedTuple):
 
 
 def widen(x: Tensor) -> Tensor:
-    """Append zeros to a size [..., D], up to whole cache lines: on odd ones, matrix products depend
-    on the address.
+    """Pad x [..., D] with zeros to whole cache lines: with other sizes, matrix products round by
+    the address of their operands.
     """
     return x if x.shape[-1] % _WIDTH == 0 else F.pad(x, (0, -x.shape[-1] % _WIDTH))
 
@@ -184,9 +186,7 @@ class TokenReader:
 
 
 class TokenWriter:
-    """Collects rows into [1, T, H, D] or [1, T, H]; what padding holds goes to a token past the
-    end.
-    """
+    """Collects rows into [1, T, H, D] or [1, T, H]; padding is written to a token past the end."""
 
     def __init__(self, like: Tensor) -> None:
         """`like` [T, ...] gives shape, dtype and device."""

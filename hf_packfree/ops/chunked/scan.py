@@ -2,8 +2,8 @@
 backward.
 
 Rows are sorted by time step, those of documents that go on first, see `layout.py`; notation in
-`ops/delta_rule/torch_chunked/chunks.py`. What does not wait for the step before is computed for all
-steps at once.
+`ops/delta_rule/torch_chunked/chunks.py`. Everything that does not depend on the previous step is
+computed for all steps at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hf_packfree.ops.chunked.layout import Step
 
 
 class Update(NamedTuple):
-    """How the state is carried over the chunk, every factor multiplied in.
+    """The factors that carry the state over a chunk, decays and beta multiplied in.
 
     Attributes:
-        read: [RG, C, K], -beta exp(G) k, what is taken off the values.
+        read: [RG, C, K], -beta exp(G) k: its product with the state is added to the values.
         write: [RG, C, K], exp(G_C - G) k.
         solve: [RG, C, C], X.
-        whole: [RG, 1, 1], exp(G_C); [RG, K, 1] where every channel decays by itself.
+        whole: [RG, 1, 1], exp(G_C); [RG, K, 1] where every channel of a key has its own decay.
     """
 
     read: Tensor
@@ -34,7 +34,7 @@ class Update(NamedTuple):
 
 
 class Output(NamedTuple):
-    """How the output comes about: `read` [RG, C, K], exp(G) q; `attend` [RG, C, C], P."""
+    """The factors of the output: `read` [RG, C, K], exp(G) q; `attend` [RG, C, C], P."""
 
     read: Tensor
     attend: Tensor
@@ -56,8 +56,8 @@ def scan_outputs(
         values: [RG, C, V], beta v, overwritten.
         steps: the time steps that the rows belong to.
         heads: rows per chunk.
-        state: [rows of the very first step, K, V], the state before the first of `steps`; left as
-            after the last.
+        state: [rows of the very first step, K, V], the state before the first of `steps`;
+            overwritten with the state after the last.
         out: [RG, C, V].
     """
     sizes = [step.docs * heads for step in steps]
@@ -119,7 +119,8 @@ def scan_gradients(
     z: Tensor,
     product: Tensor,
 ) -> Tensor:
-    """Run the gradient from the last of `steps` to the first, with what `scan_states` found.
+    """Run the gradient from the last of `steps` to the first, with the states and values that
+    `scan_states` computed.
 
     Args:
         update, output: of RG rows; reads and writes are overwritten by their gradients.
@@ -127,8 +128,8 @@ def scan_gradients(
         heads: as above.
         states: [RG, K, V].
         new, d_out: [RG, C, V].
-        d_state: [rows of the very first step, K, V], the gradient of the state after `steps`; left
-            as before them.
+        d_state: [rows of the very first step, K, V], the gradient of the state after `steps`;
+            overwritten with that of the state before them.
         z: [RG, C, V], Z = X^T dN is written here.
         product: like d_state, overwritten.
 

@@ -13,7 +13,7 @@ from hf_packfree.packing import PackedSequence
 
 
 class Scratch:
-    """Buffers by name: the same name gives the same memory again, with whatever it holds.
+    """Buffers by name: the same name gives the same memory again, with its old contents.
 
     Fresh memory of this size costs the operating system's page faults, on a CPU more than the
     arithmetic done in it.
@@ -47,7 +47,7 @@ _here = _Here()
 
 
 def scratch_for(packed: PackedSequence, device: torch.device, dtype: torch.dtype) -> Scratch:
-    """Return buffers: on a CPU those that the row's other layers used, until its record dies or
+    """Return the buffers of a row: on a CPU all its layers share them, until the record is freed or
     another row comes.
 
     Other devices have an allocator that gives memory back without page faults. Threads never share
@@ -58,6 +58,6 @@ def scratch_for(packed: PackedSequence, device: torch.device, dtype: torch.dtype
     if _here.row is None or _here.row() is not packed:
         spaces: dict[tuple[torch.dtype, bool], Scratch] = {}
         _here.row, _here.spaces = weakref.ref(packed, lambda _: spaces.clear()), spaces
-    # a tensor of that mode cannot be written to outside
+    # a tensor made in inference mode cannot be written to outside of it
     key = dtype, torch.is_inference_mode_enabled()
     return _here.spaces.setdefault(key, Scratch(device, dtype))

@@ -1,4 +1,4 @@
-"""The inverse of unit lower triangular matrices, of chunks."""
+"""The inverse of unit lower triangular matrices, one per chunk and head."""
 
 from __future__ import annotations
 

@@ -51,8 +51,10 @@ OP = Op(
     },
     across_ranks=AcrossRanks("gdn"),
 )
-"""All are batch-invariant by themselves. With another than ours, though, the delta rule divides q
-and k by their norms, in a kernel that FLA tunes by a row's length: only ours promises it."""
+"""Every convolution here is batch-invariant. But only with our Triton kernels does the convolution
+divide q and k by their L2 norms; otherwise FLA's delta rule does, in a kernel that is tuned by the
+row's length. So only "triton" promises it.
+"""
 
 
 def causal_conv1d(
@@ -69,14 +71,14 @@ def causal_conv1d(
     Args:
         x: [1, T, C], any floating dtype, any strides.
         weight: [C, W], tap W-1 multiplies the current token; any W of at least 1.
-        packed: the documents of the row; in a tree a window goes on along its path.
+        packed: the documents of the row; in a tree a window reaches back along the segment's path.
         bias: [C].
         activation: "silu" or its other name "swish", or None.
         backend: a name in `OP.backends`.
 
     Returns:
-        [1, T, C] in x's dtype. It is batch-invariant: each document's values are, bit for bit,
-        those of the document alone.
+        [1, T, C] in x's dtype, batch-invariant: each document's values are, bit for bit, those of
+        the document alone.
 
     Raises:
         ValueError: there is no such activation.

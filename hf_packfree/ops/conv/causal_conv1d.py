@@ -11,14 +11,14 @@ from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, too_o
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _OLDEST = (7, 5)
-"""Of the GPUs that its setup.py compiles for."""
+"""The oldest compute capability that the package's setup.py compiles for."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH = 8
-"""Channels are a multiple of this: with `seq_idx` it reads them in groups."""
+"""The kernel reads channels in groups of this many where it is given `seq_idx`."""
 
 
 def unusable(target: Target) -> str | None:
-    """Return why it cannot run at `target`, or None."""
+    """Return why causal-conv1d cannot run at `target`, or None."""
     if (reason := needs_cuda(target) or _unfit(target)) is not None:
         return reason
     if find_spec("causal_conv1d") is None:
@@ -29,7 +29,7 @@ def unusable(target: Target) -> str | None:
 
 
 def _unfit(target: Target) -> str | None:
-    """Return what of this GPU, dtype or model it does not support, or None."""
+    """Return what of the target's GPU, dtype or model causal-conv1d does not support, or None."""
     if target.capability is not None and target.capability < _OLDEST:
         return f"it is compiled for Turing GPUs and later (7.5), this is {target.gpu}"
     if target.dtype not in _DTYPES:
@@ -45,8 +45,8 @@ def _unfit(target: Target) -> str | None:
 
 
 def _channels(sizes: dict[str, int]) -> int:
-    """Return the channels that a model's convolutions have, or of q, k and v side by side; 0 where
-    neither is known.
+    """Return the number of channels of a model's convolutions, by default those of q, k and v side
+    by side; 0 where unknown.
     """
     if "channels" in sizes:
         return sizes["channels"]
@@ -62,8 +62,8 @@ def causal_conv1d(
 ) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`.
 
-    The kernel wants [B, C, T] with channels last, C and the token stride multiples of 8: a row is
-    that already, seen transposed; one that is not is copied.
+    The kernel wants [B, C, T] with channels last, C and the token stride multiples of 8. The
+    transposed view of a row usually is that; otherwise it is copied.
     """
     from causal_conv1d import causal_conv1d_fn
 

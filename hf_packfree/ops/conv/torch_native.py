@@ -22,7 +22,7 @@ from torch.autograd import Function
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
-# of a block on the CPU: a few such buffers fit in the cache
+# elements of a block on the CPU: a few such buffers fit in the cache
 _BLOCK_ELEMENTS = 1 << 18
 
 
@@ -30,8 +30,8 @@ class Block(NamedTuple):
     """The tokens `low` to `high - 1`.
 
     Attributes:
-        early: `early[back - 1]`, int64: which of them, counted from `first(back)`, have no token
-            `back` positions before them in their document; None if all do.
+        early: `early[back - 1]`, int64: which tokens of the block, counted from `first(back)`, have
+            no token `back` positions before them in their document; None if all have one.
     """
 
     low: int
@@ -44,7 +44,9 @@ class Block(NamedTuple):
 
 
 def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ...]:
-    """Build the tables on the host and move them to the row's device."""
+    """Cut the row into blocks of `size` tokens; their tables are built on the host and moved to the
+    row's device.
+    """
     starts = packed.cu_seqlens_cpu[:-1].long()
     grid = starts[:, None] + torch.arange(taps - 1, device="cpu")
     inside = grid < packed.cu_seqlens_cpu[1:, None]
@@ -146,8 +148,8 @@ def _preactivation(x: Tensor, taps: Tensor, bias: Tensor | None, block: Block) -
 def _taps_backward(
     x: Tensor, taps: Tensor, block: Block, d_u: Tensor, d_x: Tensor, d_taps: Tensor | None
 ) -> None:
-    """Add to the gradients of x and, unless None, of the taps; later blocks add to d_x of this
-    one. Consumes d_u.
+    """Add a block's part to the gradients of x and, unless None, of the taps; overwrites d_u. A
+    block also adds to d_x of tokens of the block before.
     """
     torch.mul(d_u, taps[0], out=d_x[block.low : block.high])
     if d_taps is not None:
@@ -162,7 +164,7 @@ def _taps_backward(
 
 
 def _mask_edges(rows: Tensor, early: Tensor | None) -> Tensor:
-    """Zero, in place, what would cross into another document."""
+    """Zero, in place, the rows that a tap would carry across the start of a document."""
     return rows if early is None else rows.index_fill_(0, early, 0)
 
 

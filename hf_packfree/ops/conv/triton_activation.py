@@ -1,5 +1,5 @@
-"""What follows the convolution in its Triton kernels: the activation, and the L2 norms of q's and
-k's heads.
+"""The activation and the L2 norms of q's and k's heads, which the convolution's Triton kernels
+apply to its output.
 
 Shapes: H heads of D channels that one program works on.
 """
@@ -13,14 +13,12 @@ import triton
 import triton.language as tl
 
 _PTX = tl.constexpr(torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1")
-"""Whether NVIDIA's instructions can be named; Triton's interpreter runs none, AMD's chips have
-others.
-"""
+"""Whether inline PTX can be used: not on AMD's GPUs, nor in Triton's interpreter."""
 
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)); flushes denormals, which 1 + e loses anyway and Triton's own keeps."""
+    """1 / (1 + exp(-x)); flushes denormals, unlike Triton's own: 1 + e loses them anyway."""
     if _PTX:
         e = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;",
@@ -39,7 +37,9 @@ def sigmoid(x):
 
 @triton.jit
 def _activate(u, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr):
-    """[H, D] of one token; QK_L2NORM: divided by each head's L2 norm."""
+    """Activated channels [H, D] of one token from the convolution's u; QK_L2NORM: divided by each
+    head's L2 norm.
+    """
     if BIAS:
         u = u + b
     if SILU:
@@ -65,8 +65,8 @@ def _activate4(
 def activate4(
     u0, u1, u2, u3, b, eps, is_qk, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
 ):
-    """Four tokens'; `is_qk`: whether this program's heads are divided by their norms, where
-    QK_L2NORM allows it at all.
+    """`_activate` of four tokens; `is_qk`: whether this program's heads are of q or k, which
+    QK_L2NORM divides by their norms.
     """
     if QK_L2NORM:
         if is_qk:
@@ -82,7 +82,7 @@ def activate4(
 def _activate_backward(
     u, g, b, eps, BIAS: tl.constexpr, SILU: tl.constexpr, QK_L2NORM: tl.constexpr
 ):
-    """The gradient of u [H, D] from that of what `_activate` returns."""
+    """The gradient of u [H, D] from the gradient g of `_activate`'s result."""
     if BIAS:
         u = u + b
     gate = sigmoid(u)
@@ -136,7 +136,7 @@ def activate4_backward(
     SILU: tl.constexpr,
     QK_L2NORM: tl.constexpr,
 ):
-    """The gradients of what `activate4` is given, from those of what it returns."""
+    """The gradients of u0 to u3 from g0 to g3, the gradients of `activate4`'s results."""
     if QK_L2NORM:
         if is_qk:
             g0, g1, g2, g3 = _activate4_backward(

@@ -2,14 +2,14 @@
 kept in registers.
 
 Every token and every gradient is read once (a few more per strip), and the next four are loaded
-before these four are worked on, which is what keeps the memory busy. What a tap would read from the
+before these four are worked on, which keeps the memory busy. What a tap would read from the
 document before is masked by `pos_in_seq`, the tokens' positions in their documents. Nearly
-everywhere nothing has to be masked, and `interior` says so with one number for four tokens, since
-the kernels are bound by instructions. Written out for four taps; shorter filters read zeros.
+everywhere nothing has to be masked: `interior` holds one number for four tokens that says so, since
+the kernels are bound by instructions. The code is unrolled for four taps; shorter filters read
+zeros.
 
-q, k and v lie side by side in the row, and each has a tensor of its own beyond the convolution: H
-key heads twice, then HV value heads, all of D channels. A program works on some heads of one of
-them.
+x holds q, k and v side by side: H key heads twice, then HV value heads, all of D channels. The
+output has a tensor for each of the three, and a program works on some heads of one.
 
 Shapes: T tokens, C = (2 H + HV) D channels, S strips.
 """
@@ -140,7 +140,8 @@ def conv_backward(
     m0, m1, m2, m3 = load4_if(inside, d_out, width, offset, mask, last, tokens)
     zero = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
     dw0, dw1, dw2, dw3, db = zero, zero, zero, zero, zero
-    # carried: what the tokens after these four give to the latest three of them
+    # carried from step to step: the gradients that later tokens give to the last three of these
+    # four
     c1, c2, c3 = zero, zero, zero
     for step in range(STRIP // 4 + 1):
         t = last - step * 4

@@ -2,9 +2,9 @@
 
 Given the heads, it also splits q, k and v into tensors of their own and divides q and k by their L2
 norms, which would otherwise be three more passes over the row. Launch sizes are fixed: nothing is
-tuned at run time, and a document's values are batch-invariant. Its gradients are but for a
-rounding: the order of the sum over taps depends on a token's position among the four that are
-computed together.
+tuned at run time, and a document's values are batch-invariant. Its gradients are so up to rounding:
+the order of the sum over taps depends on a token's position among the four that are computed
+together.
 
 Shapes: T tokens, C channels, W taps, S strips.
 """
@@ -31,13 +31,13 @@ _STRIP = 256
 # channels of one program
 _CHANNELS = 512
 _WARPS = {"forward": 2, "backward": 4}
-# of a thread: three programs fit on an SM
+# registers of a thread, so that three programs fit on an SM
 _REGISTERS = {} if torch.version.hip else {"backward": {"maxnreg": 160}}
 
 
 class Heads(NamedTuple):
-    """Channels from `first` on that one launch works on: `keys` heads each of q and k,
-    `values` of v, all of `size`.
+    """The channels of one launch: from channel `first` on, `keys` heads each of q and k and
+    `values` heads of v, all of `size` channels.
     """
 
     first: int
@@ -47,7 +47,7 @@ class Heads(NamedTuple):
 
     @property
     def counts(self) -> list[int]:
-        """Heads of each tensor that there is, of q, k and v."""
+        """Number of heads of q, k and v, without the tensors that have none in this launch."""
         return [count for count in (self.keys, self.keys, self.values) if count]
 
     @property
@@ -60,9 +60,10 @@ class ConvOptions(NamedTuple):
     """What a convolution computes, and in which launches.
 
     Attributes:
-        launches: one where all heads have the same size.
+        launches: the heads of each launch: one launch where all heads have the same size, else one
+            for q and k and one for v.
         silu: whether the convolution is activated.
-        eps: of the L2 norms that q and k are divided by, or None: they are not.
+        eps: added under the root of the L2 norms that q and k are divided by; None: no norms.
     """
 
     launches: tuple[Heads, ...]
@@ -82,7 +83,7 @@ def causal_conv1d(
     x: Tensor, weight: Tensor, packed: PackedSequence, bias: Tensor | None, silu: bool
 ) -> Tensor:
     """See `hf_packfree.ops.conv.causal_conv1d`."""
-    # no norm: any cut will do
+    # without norms, heads may be any equal cut of the channels
     size = math.gcd(x.shape[2], 128)
     options = ConvOptions((Heads(0, 0, x.shape[2] // size, size),), silu, None)
     (out,) = _apply(x, weight, packed, bias, options)
@@ -113,8 +114,8 @@ class Plan(NamedTuple):
 
     Attributes:
         pos_in_seq: int32 [T], each token's position in its document.
-        interior: int32 [T / 4, rounded up], 1 where all of four tokens are in one document and none
-            is among its first three, so that nothing has to be masked; else 0.
+        interior: int32 [T / 4, rounded up], 1 where all four tokens are in one document and none is
+            among its first three, so that no tap has to be masked; else 0.
     """
 
     pos_in_seq: Tensor
@@ -122,9 +123,9 @@ class Plan(NamedTuple):
 
 
 def plan_masks(packed: PackedSequence) -> Plan:
-    """Return the plan of a row."""
+    """Return where the taps of a row have to be masked."""
     pos_in_seq = packed.position_ids()[0].int()
-    # the last of four is at 6 or later where the first is at 3 or later
+    # if the last of four tokens is at position 6 or later, the first is at 3 or later
     interior = (pos_in_seq[3::4] >= 6).int()
     return Plan(pos_in_seq, pad(interior, (0, -(-len(pos_in_seq) // 4) - len(interior))))
 
@@ -216,7 +217,9 @@ class _Convolution(Function):
 
 
 def _sum_strips(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor | None:
-    """A parameter's gradient from what each launch has of its channels, strip by strip."""
+    """A parameter's gradient: the sum over strips of each launch's partial gradients, for the
+    launches' channels in turn.
+    """
     parts = [
         sum_partials(part, parameter.dtype)
         for part in strips
@@ -228,14 +231,16 @@ def _sum_strips(strips: list[Tensor | None], parameter: Tensor | None) -> Tensor
 
 
 def _three(tensors: list[Tensor], heads: Heads) -> list[Tensor]:
-    """q, k and v for a launch; where it has no such heads, another that is not touched."""
+    """The q, k and v arguments of a launch; a tensor of which the launch has no heads is stood in
+    for by another, which is not written.
+    """
     q, v = tensors[0], tensors[-1]
     return [q, tensors[1] if heads.keys else v, v]
 
 
 def _from(x: Tensor, heads: Heads) -> Tensor:
-    """x [1, T, C] from a launch's first channel on; all of it, where that is the first, takes
-    the host no time.
+    """x [1, T, C] from a launch's first channel on; x itself from channel 0 on, which saves the
+    host a view.
     """
     return x if heads.first == 0 else x[:, :, heads.first :]
 
@@ -264,7 +269,7 @@ def _block(heads: Heads) -> int:
 def _blocks(
     weight: Tensor, bias: Tensor | None, options: ConvOptions, heads: Heads, direction: str
 ) -> dict[str, Any]:
-    """What a program is compiled for."""
+    """The `tl.constexpr` arguments and launch options of a kernel."""
     return {
         "TAPS": weight.shape[-1],
         "BIAS": bias is not None,

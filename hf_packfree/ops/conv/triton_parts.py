@@ -57,8 +57,8 @@ def store_tap(d_weight, channel, mask, back: tl.constexpr, TAPS: tl.constexpr, v
 
 @triton.jit
 def _as_mask(mask):
-    """The same: Triton's interpreter keeps a block combined with a scalar condition as int32,
-    and a mask has to be bool.
+    """The mask as bool: Triton's interpreter keeps a block combined with a scalar condition as
+    int32.
     """
     return mask != 0
 
@@ -83,7 +83,7 @@ def load4(x, stride, offset, mask, t, tokens):
 
 @triton.jit
 def store4(out, stride, offset, mask, t, tokens, y0, y1, y2, y3):
-    """The counterpart of `load4`; y0 is token t's, and t - 3 at least 0."""
+    """Store channels of token t (y0) and the three before it (y1 to y3); t - 3 is at least 0."""
     start = out + (t - 3).to(tl.int64) * stride
     dtype = out.dtype.element_ty
     tl.store(start + 3 * stride + offset, y0.to(dtype), mask=_as_mask(mask & (t < tokens)))
@@ -94,13 +94,15 @@ def store4(out, stride, offset, mask, t, tokens, y0, y1, y2, y3):
 
 @triton.jit
 def is_interior(interior, t, tokens):
-    """Whether no tap of the four tokens of which t is the last leaves their document."""
+    """Whether token t and the three before it are in one document with all the tokens that their
+    taps read.
+    """
     return tl.load(interior + t // 4, mask=(t >= 3) & (t < tokens), other=0) > 0
 
 
 @triton.jit
 def load4_if(interior, x, stride, offset, mask, t, tokens):
-    """`load4`, without its bounds checks where `interior`, whose tokens are all in the row."""
+    """`load4`; without bounds checks where `interior` says that all tokens are in the row."""
     if interior:
         start = x + (t - 3).to(tl.int64) * stride
         x0 = tl.load(start + 3 * stride + offset, mask=mask, other=0.0)
@@ -114,7 +116,7 @@ def load4_if(interior, x, stride, offset, mask, t, tokens):
 
 @triton.jit
 def store4_if(interior, out, stride, offset, mask, t, tokens, y0, y1, y2, y3):
-    """The counterpart of `load4_if`."""
+    """`store4`; without bounds checks where `interior`."""
     if interior:
         start = out + (t - 3).to(tl.int64) * stride
         dtype = out.dtype.element_ty
@@ -133,7 +135,9 @@ def widen4(x0, x1, x2, x3):
 
 @triton.jit
 def load_pos(pos_in_seq, t, tokens):
-    """Tokens past the row count as far from an edge: they are zero anyway."""
+    """The position of token t in its document; past the row 3, which masks no tap: tokens there are
+    zero anyway.
+    """
     return tl.load(pos_in_seq + t, mask=t < tokens, other=3)
 
 
@@ -160,7 +164,7 @@ def mask_tap(x, pos, back: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def conv1(x0, x1, x2, x3, pos, w0, w1, w2, w3, MASKED: tl.constexpr):
-    """The convolution at a token x0, with those before it."""
+    """The convolution at a token: x0 its channels, x1 to x3 those of the tokens before it."""
     return (
         x0 * w0
         + mask_tap(x1, pos, 1, MASKED) * w1
@@ -182,10 +186,11 @@ def conv4(x0, x1, x2, x3, x4, x5, x6, p0, p1, p2, p3, w0, w1, w2, w3, MASKED: tl
 
 @triton.jit
 def conv_dx(g0, g1, g2, g3, p0, p1, p2, p3, w1, w2, w3, MASKED: tl.constexpr):
-    """What the gradients of four tokens, the latest first, give to the tokens before theirs.
+    """The parts of x's gradient that the gradients of four tokens, the latest first, give through
+    all taps but the newest.
 
-    Returns what the second, third and fourth of the four get, then what the three tokens before the
-    four get.
+    Returns the parts of the second, third and fourth of the four, then of the three tokens before
+    them.
     """
     return (
         mask_tap(g0, p0, 1, MASKED) * w1,
@@ -205,8 +210,8 @@ def conv_dx(g0, g1, g2, g3, p0, p1, p2, p3, w1, w2, w3, MASKED: tl.constexpr):
 def _conv_dw1(
     g0, g1, g2, g3, x0, x1, x2, x3, p0, p1, p2, p3, back: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The gradient of one tap from four tokens' gradients and the tokens that it multiplied
-    there.
+    """The gradient of one tap from the gradients of four tokens and the tokens that the tap
+    multiplied.
     """
     d_tap = g0 * mask_tap(x0, p0, back, MASKED) + g1 * mask_tap(x1, p1, back, MASKED)
     return d_tap + g2 * mask_tap(x2, p2, back, MASKED) + g3 * mask_tap(x3, p3, back, MASKED)

@@ -35,10 +35,10 @@ class DeltaRuleBackend(Backend):
     """One implementation of the gated delta rule.
 
     Attributes:
-        with_states: begins every document with a state and returns the one it leaves, see
+        with_states: runs every document from an initial state and returns the final states, see
             `gated_delta_rule_with_states`; None: it cannot.
-        scans: walks segments side by side, which is how ranks that share a row exchange states, see
-            `hf_packfree.parallel.states`; None: it cannot.
+        scans: walks segments of documents in parallel, by which ranks that share a row exchange
+            states, see `hf_packfree.parallel.states`; None: it cannot.
     """
 
     with_states: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -62,7 +62,8 @@ OP = Op(
             long=LongDocuments(flash_qla_segments.gated_delta_rule, "in segments", _cuts),
             with_states=flash_qla.with_states,
             scans=flash_qla_segments.FlashQLAScans(),
-            # others attach a plan to the offsets, which a graph would keep for the next row
+            # other releases attach a plan to the offsets, which a captured graph would keep for the
+            # next row
             bounded=flash_qla.is_known,
         ),
         "fla": DeltaRuleBackend(
@@ -119,15 +120,15 @@ def gated_delta_rule(
             leaves.
         qk_l2norm: divide q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6); False: they have
             norm 1 already.
-        backend: a name in `OP.backends`. "flash_qla" cuts long documents where that is faster,
-            which is exact too, but rounds otherwise than where the row is another, see
-            `segments.py`; "flash_qla, batch-invariant" walks every document whole, unless it is a
-            path of a tree.
+        backend: a name in `OP.backends`. "flash_qla" cuts long documents into segments where that
+            is faster: exact, but the rounding then depends on the row, see
+            `hf_packfree.ops.delta_rule.segments`; "flash_qla, batch-invariant" walks every document
+            whole, unless it is a path of a tree.
 
     Returns:
-        [1, T, HV, V] in v's dtype. On the CPU it is always batch-invariant, and each document's
-        values are, bit for bit, those of the document alone. On other devices that depends on their
-        matrix library.
+        [1, T, HV, V] in v's dtype. On the CPU the result is always batch-invariant, and each
+        document's values are, bit for bit, those of the document alone. On other devices that
+        depends on their matrix library.
 
     Raises:
         BackendUnavailable: no backend has that name.
@@ -185,16 +186,16 @@ def gated_delta_rule_with_states(
     qk_l2norm: bool = True,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Run the gated delta rule on each document from a state of its own, and return the states that
-    documents leave.
+    """Run the gated delta rule on each document from a given initial state, and return the final
+    states too.
 
-    A document cut in two gets what it gets whole, values and gradients, if its second part begins
-    with the final state of the first.
+    A document cut in two gets the values and gradients of the whole document, if its second part
+    begins with the final state of the first.
 
     Args:
         q, k, v, g, beta, packed, qk_l2norm: see `gated_delta_rule`.
-        initial_state: [N, HV, K, V], fp32 (fp64 if q is), one for each of the row's segments; zero
-            if not given.
+        initial_state: [N, HV, K, V], fp32 (fp64 if q is), a state for each of the row's segments;
+            zeros if not given.
         backend: a name in `OP.backends`.
 
     Returns:

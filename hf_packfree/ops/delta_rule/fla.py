@@ -21,7 +21,7 @@ from hf_packfree.packing import PackedSequence, uncompiled
 
 
 def unusable(target: Target) -> str | None:
-    """Return why it cannot run at `target`, or None."""
+    """Return why FLA's gated delta rule cannot run at `target`, or None."""
     reason = wide_keys(target) or needs_fla(target) or wrong_on_hopper(target)
     return reason or broken_fla("fla.ops.gated_delta_rule")
 
@@ -78,7 +78,9 @@ def with_states(
 
 @cache
 def _kernel() -> Any:
-    """FLA's function without its dispatcher: FlashQLA is a backend of its own, chosen visibly."""
+    """FLA's function without its dispatcher, which may call FlashQLA instead: that is a backend of
+    its own here.
+    """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return torch.compiler.disable(unwrap(chunk_gated_delta_rule))

@@ -1,4 +1,5 @@
-"""What segments need to be walked side by side, on flash-linear-attention's public function alone.
+"""`segments.Scans`, by which segments are walked in parallel, on flash-linear-attention's public
+function alone.
 
 Shapes: T tokens, S segments, H key heads, HV value heads, K and V head sizes.
 """
@@ -17,11 +18,11 @@ Saved = tuple[Tensor, ...]
 
 
 class FLAScans:
-    """See `hf_packfree.ops.delta_rule.segments.Scans`: whole passes, of which backward ones run the
-    forward pass again.
+    """See `hf_packfree.ops.delta_rule.segments.Scans`: each method is a pass of FLA over the
+    segments, and the backward ones run FLA's forward pass again.
 
-    Only segments between the first and the last that `Segments.chunks` has are summed up; others
-    are zero.
+    Only the segments from the first to the last with nonzero `Segments.chunks` are summarized;
+    results of the others are zero.
     """
 
     def prepare(
@@ -31,7 +32,7 @@ class FLAScans:
         return q, k, v, g, beta
 
     def summarize(self, saved: Saved, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Values [v, 0] leave [B, M] of the states [0, I]."""
+        """Run FLA with values [v, 0] from the states [0, I]: the final states are [B, M]."""
         size, part = saved[1].shape[-1], _Part(segments, reverse=False)
         q, k, v, g, beta = map(part.tokens, saved)
         zero = _states(v, size, part.record)
@@ -50,7 +51,9 @@ class FLAScans:
         return with_states(q, k, v, g, beta, initial_state, segments.record, False)
 
     def summarize_gradient(self, saved: Saved, d_out: Tensor, segments: Segments) -> Tensor:
-        """Run the backward pass from no gradient."""
+        """Run the backward pass with zero as the gradient of the final states: that of the initial
+        states is C.
+        """
         part = _Part(segments, reverse=True)
         mine, zero = (
             tuple(map(part.tokens, saved)),
@@ -71,7 +74,7 @@ class FLAScans:
 
 
 class _Part:
-    """The segments between the first and the last that are to be summed up."""
+    """The segments from the first to the last that are to be summarized, as a row of their own."""
 
     def __init__(self, segments: Segments, *, reverse: bool) -> None:
         numbers = segments.chunks_cpu[int(reverse)].nonzero()[:, 0].tolist()
@@ -80,11 +83,11 @@ class _Part:
         self.record = segments.record.cached(_record_of, self.first, self.end)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return their tokens of x [1, T, ...]."""
+        """Return these segments' tokens of x [1, T, ...]."""
         return x[:, slice(*self.bounds)]
 
     def of_all(self, found: Tensor) -> Tensor:
-        """Return [S, ...] of theirs: zeros of the others."""
+        """Return `found` of these segments as [S, ...], with zeros for the others."""
         return F.pad(found, (0, 0) * (found.ndim - 1) + (self.first, self.count - self.end))
 
 
@@ -93,7 +96,7 @@ def _record_of(packed: PackedSequence, first: int, end: int) -> PackedSequence:
 
 
 def _states(v: Tensor, size: int, record: PackedSequence) -> Tensor:
-    """Zero for every segment."""
+    """Return zero states [segments, HV, size, V], fp32."""
     return v.new_zeros(record.num_segments, v.shape[2], size, v.shape[3], dtype=torch.float32)
 
 

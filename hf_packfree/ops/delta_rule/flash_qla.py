@@ -27,16 +27,17 @@ from hf_packfree.versions import VERSIONS
 
 _SIZE = 128
 _KNOWN = VERSIONS["flash-qla"].gpu
-"""Releases whose two passes return what we read, and whose plans we make; others are called by
-their one function.
+"""Releases whose forward and backward passes we call directly, and whose plans we compute; of other
+releases the public function is called.
 """
 _USED_ON = ((9, 0), (10, 0), (10, 3))
-"""Where it cuts documents into chunks of 64, as on 9.0, the one we tested. 0.1.3 also has kernels
-for 12.0 and 12.1, with chunks of 32; nobody tried them with packed rows."""
+"""Compute capabilities on which FlashQLA cuts documents into chunks of 64, as on 9.0, the one that
+we tested. 0.1.3 also has kernels for 12.0 and 12.1, with chunks of 32, untested with packed rows.
+"""
 
 
 def unusable(target: Target) -> str | None:
-    """Return why it cannot run at `target`, or None."""
+    """Return why FlashQLA cannot run at `target`, or None."""
     if (reason := needs_cuda(target)) is not None:
         return reason
     if target.capability is not None and target.capability not in _USED_ON:
@@ -104,12 +105,12 @@ def _run(
     packed: PackedSequence,
     qk_l2norm: bool,
 ) -> tuple[Tensor, Any]:
-    """Return the output, and with an initial state the final one."""
+    """Return the output [1, T, HV, V], and the final states where there is an initial state."""
     cu_seqlens, g = packed.cached(planned_cu_seqlens), g.float()
     state = None if initial_state is None else initial_state.contiguous()
     if not qk_l2norm and is_known():
         inputs = (x.contiguous() for x in (q, k, v, g, beta))
-        # TileLang launches on the current one
+        # TileLang launches on the current device
         with torch.cuda.device_of(q):
             return _TwoPasses.apply(*inputs, state, cu_seqlens)  # type: ignore[no-any-return]
     from flash_qla import chunk_gated_delta_rule
@@ -121,8 +122,9 @@ def _run(
 
 
 class _TwoPasses(Function):
-    """FlashQLA's forward and backward passes without the checks and wrappers of its own function,
-    whose host time shows in short rows; the final state is None without an initial one.
+    """FlashQLA's forward and backward passes, without the checks and wrappers of its public
+    function, whose host time shows in short rows. The final states are None without an initial
+    state.
     """
 
     @staticmethod
@@ -144,7 +146,7 @@ class _TwoPasses(Function):
             q, k, v, g, beta, output_final_state=bool(states), **states, **options
         )
         ctx.save_for_backward(q, k, v, sums, beta, solved, initial_state)
-        # the offsets themselves: the plan is theirs as an attribute
+        # the same tensor of offsets: FlashQLA finds its plan in an attribute of the tensor
         ctx.options = options
         return out, final if states else None
 
@@ -167,7 +169,7 @@ class _TwoPasses(Function):
 
 @cache
 def is_known() -> bool:
-    """Whether the installed release is one whose passes and plans we call."""
+    """Whether the installed release is one whose passes we call directly."""
     return installed("flash-qla") in _KNOWN
 
 

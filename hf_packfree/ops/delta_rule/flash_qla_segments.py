@@ -1,8 +1,8 @@
-"""What segments need to be walked side by side, on FlashQLA's kernels: those of its own cutting,
-over whole segments.
+"""`segments.Scans`, by which segments are walked in parallel, on the kernels that FlashQLA uses for
+its own cutting (`auto_cp`).
 
-Its own summaries leave out chunks whose decay falls below e^-10, and round states to half
-precision; here they are of every chunk, and in fp32.
+FlashQLA's own summaries leave out chunks whose decay falls below e^-10, and round states to half
+precision; ours cover every chunk, in fp32.
 
 Shapes: T tokens, S segments, H key heads, HV value heads, K and V head sizes.
 """
@@ -43,7 +43,9 @@ class FlashQLAScans:
         return q, k, v, sums, beta, kkt_solve(k, beta, cu_seqlens=offsets, chunk_size=CHUNK)
 
     def summarize(self, saved: Saved, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Scan every segment that another follows, from zero and from the identity."""
+        """Scan every segment that another segment of its document follows, from zero states and
+        from the identity.
+        """
         from flash_qla.ops.gated_delta_rule.chunk.hopper.prepare_h import tilelang_prepare_h
 
         _, k, v, sums, beta, solved = saved
@@ -102,7 +104,9 @@ class FlashQLAScans:
         return out, final
 
     def summarize_gradient(self, saved: Saved, d_out: Tensor, segments: Segments) -> Tensor:
-        """Scan every segment that follows another, backwards from zero."""
+        """Scan every segment that follows another of its document, backwards, from zero gradients
+        of its final state.
+        """
         from flash_qla.ops.gated_delta_rule.chunk import fused_gdr_dh
 
         q, k, v, sums, beta, solved = saved
@@ -174,21 +178,23 @@ def gated_delta_rule(
 def in_segments(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments, qk_l2norm: bool
 ) -> Tensor:
-    """Walk these segments."""
+    """Run the gated delta rule on documents cut into these segments."""
     if qk_l2norm:
         q, k = map(rounded_l2norm, (q, k))
-    # TileLang launches on the current one
+    # TileLang launches on the current device
     with torch.cuda.device_of(q):
         return walk_segments(q, k, v, g, beta, None, segments, FlashQLAScans())[0]
 
 
 def cuts_on(device: torch.device) -> bool:
-    """Whether long documents are cut there: where the kernels below FlashQLA's public functions
-    are those that are tested.
+    """Whether long documents are cut on a device: only Hopper, with a release of FlashQLA whose
+    internal kernels are tested.
     """
     return on_hopper(device) and flash_qla.is_known()
 
 
 def parallel_segments(q: Tensor, heads: int) -> int:
-    """Return how many segments run at once: a program of each kernel fills a multiprocessor."""
+    """Return how many segments run at once: one program of each kernel, for a segment and head,
+    fills a multiprocessor.
+    """
     return max(1, torch.cuda.get_device_properties(q.device).multi_processor_count // heads)

@@ -29,7 +29,7 @@ def recurrent_gated_delta_rule_with_states(
     initial_state: Tensor,
     packed: PackedSequence,
 ) -> tuple[Tensor, Tensor]:
-    """Run each document of the row from a state of its own; clear rather than fast, differentiable
+    """Run each document of the row from its initial state; clear rather than fast, differentiable
     by autograd.
 
     With S [K, V] the state, and for every token in turn (Yang et al., arXiv:2412.06464, eq. 10, S
@@ -65,10 +65,10 @@ def _run_document(
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """Divide by the L2 norm of the last dimension."""
+    """Divide x by the L2 norm of its last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
 def rounded_l2norm(x: Tensor) -> Tensor:
-    """Divide by that norm in fp32, fp64 if x is, and round to x's dtype."""
+    """`l2norm` computed in fp32, fp64 if x is, and rounded to x's dtype."""
     return l2norm(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)

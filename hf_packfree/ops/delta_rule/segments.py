@@ -1,14 +1,14 @@
-"""Long documents cut into segments that are walked side by side, exactly.
+"""Long documents cut into segments that are walked in parallel, exactly.
 
 A delta rule carries its state from chunk to chunk, so that a document alone keeps one program per
-head busy. But a segment of it maps the state before it to the one after it affinely,
+head busy. But a segment of a document maps the state before it to the state after it affinely,
 
     S' = M S + B,    and the gradient of the states    dS = M^T dS' + C,
 
-where M [K, K], its transition, B, what it leaves where nothing was before, and C, the gradient
-where nobody reads what it leaves, are known without any state. So they are computed for all
-segments at once (`Scans`), folded to the state that each segment truly begins with (`fold`), and
-then all segments are walked at once. Nothing that decayed is dropped.
+where M [K, K] is the segment's transition, B its final state from a zero state, and C the gradient
+of the state before it if its final state has none. None of them needs a state, so they are computed
+for all segments at once (`Scans`) and folded to the state that each segment begins with (`fold`);
+then all segments are walked at once. Nothing is dropped, however much decayed.
 
 Shapes: T tokens, N documents, S segments, H key heads, HV value heads, K and V head sizes.
 """
@@ -31,18 +31,18 @@ from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence
 
-# chunks of a document that is cut, at least
+# fewest chunks of a document that is cut
 _SHORTEST = 64
-# segments of a row, at most, by those that run in parallel: their states are kept
+# most segments of a row, as a multiple of those that run in parallel: the states of all are kept
 _MOST = 8
-# time that M, B and C of a chunk take, of that of walking a chunk
+# time for M, B and C of a chunk, as a fraction of the time to walk a chunk
 _SUMMARY_COST = 0.4
-# time that folding a segment takes, of that of walking a chunk
+# time to fold a segment, as a fraction of the time to walk a chunk
 _FOLD_COST = 0.5
-# of segments, how many run one after the other
+# numbers of segments that are tried, as multiples of those that run in parallel
 _ROUNDS = (0.25, 0.5, 1, 2, 3)
 _GAIN = 0.95
-# of a state, in one program that folds: a step of it is a few microseconds
+# columns of a state in one program of the fold, whose steps take a few microseconds each
 _COLUMNS = 32
 _WARPS = 8
 
@@ -55,8 +55,9 @@ class Segments:
         record: of the segments.
         firsts: int32 [N+1] on the row's device, each document's first segment, and S.
         last: int64 [N] on the row's device, each document's last segment.
-        chunks: int32 [2, S] on the row's device: of every segment that another one of its document
-            follows, and of every one that follows another; 0 of the rest.
+        chunks: int32 [2, S] on the row's device, the number of chunks of each segment: in row 0 for
+            segments that another of their document follows, in row 1 for those that follow another;
+            else 0.
         chunks_cpu: the same on the host.
     """
 
@@ -68,10 +69,10 @@ class Segments:
 
     @classmethod
     def of(cls, packed: PackedSequence, pieces: Sequence[Sequence[int]]) -> Segments:
-        """Build it from the lengths of each document's segments, in tokens.
+        """Build the segments from the lengths of each document's segments, in tokens.
 
-        All but a document's last are multiples of `CHUNK`: they begin where chunks do, so that
-        cutting changes no chunk.
+        All lengths but a document's last are multiples of `CHUNK`, so that segments begin where
+        chunks do.
         """
         device = packed.cu_seqlens.device
         firsts = torch.tensor([0, *map(len, pieces)]).cumsum(0)
@@ -101,29 +102,27 @@ class Segments:
         )
 
     def are_cut(self, packed: PackedSequence) -> bool:
-        """Whether any of these documents has several."""
+        """Whether any document of the row has several segments."""
         return self.record.num_segments > packed.num_segments
 
     def of_first(self) -> slice:
-        """Return which of them are of the row's first document."""
+        """Return which segments are of the row's first document."""
         ends = (self.chunks_cpu[0] == 0).nonzero()[:, 0].tolist()
         return slice(0, ends[0] + 1 if ends else self.record.num_segments)
 
     def of_last(self) -> slice:
-        """Return which of them are of the row's last document."""
+        """Return which segments are of the row's last document."""
         starts = (self.chunks_cpu[1] == 0).nonzero()[:, 0].tolist()
         return slice(starts[-1] if starts else 0, self.record.num_segments)
 
     def scanned(self, heads: int, *, reverse: bool = False) -> Tensor:
-        """Return `chunks`, those of following segments or in reverse of preceding ones, for
-        every head: int32 [S, HV].
-        """
+        """Return row 0 of `chunks`, or in reverse row 1, for every head: int32 [S, HV]."""
         return self.chunks[int(reverse), :, None].expand(-1, heads).contiguous()
 
 
 def plan_segments(packed: PackedSequence, parallel: int) -> Segments | None:
-    """Cut documents where the row is expected to be walked faster for it; None: nowhere, and in a
-    bounded row, whose plans are those of other documents too.
+    """Cut documents into segments where that is expected to be faster. None: no document is cut, as
+    in a bounded row, whose plan also serves other rows.
 
     Args:
         packed: the documents.
@@ -145,7 +144,7 @@ def plan_segments(packed: PackedSequence, parallel: int) -> Segments | None:
 
 
 def _time(parts: Sequence[Sequence[int]], parallel: int) -> float:
-    """Return the time of walking each document's parts, and of summing up and folding those of
+    """Return the time, in chunks, to walk each document's parts, and to summarize and fold those of
     documents with several.
     """
     cut = [part for document in parts if len(document) > 1 for part in document]
@@ -157,8 +156,8 @@ def _time(parts: Sequence[Sequence[int]], parallel: int) -> float:
 
 
 def makespan(sizes: Sequence[int], parallel: int) -> float:
-    """Return when the last of some programs ends: `parallel` of them run at a time, started in
-    order.
+    """Return when the last of some programs of these sizes ends, if `parallel` of them run at a
+    time and start in order.
     """
     ends = [0.0] * parallel
     heapify(ends)
@@ -168,9 +167,7 @@ def makespan(sizes: Sequence[int], parallel: int) -> float:
 
 
 def _even(count: int, bound: int) -> list[int]:
-    """Cut `count` chunks into as few parts of at most `bound` as there can be, as even as they
-    can be.
-    """
+    """Cut `count` chunks into the fewest parts of at most `bound` chunks, as even as possible."""
     if count < _SHORTEST:
         return [count]
     parts = -(-count // bound)
@@ -178,8 +175,8 @@ def _even(count: int, bound: int) -> list[int]:
 
 
 def _tokens(length: int, parts: Sequence[int]) -> list[int]:
-    """Return the parts of a document in tokens, from those in chunks: its last chunk may be
-    shorter.
+    """Return the parts of a document in tokens, given them in chunks; the document's last chunk may
+    be shorter.
     """
     sizes = [part * CHUNK for part in parts]
     sizes[-1] -= sum(sizes) - length
@@ -187,7 +184,7 @@ def _tokens(length: int, parts: Sequence[int]) -> list[int]:
 
 
 class Scans(Protocol):
-    """What a backend gives to walk segments side by side; no method of it is differentiable.
+    """A backend's functions to walk segments in parallel; none is differentiable.
 
     States, transitions and their gradients are fp32 (fp64 where q is), [S, HV, K, V] or [S, HV, K,
     K].
@@ -196,12 +193,12 @@ class Scans(Protocol):
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Segments
     ) -> tuple[Tensor, ...]:
-        """Return what the other methods read, and the backward pass keeps, each [1, T, ...]; q
-        and k have norm 1.
+        """Return the tensors that the other methods read and the backward pass keeps, each [1, T,
+        ...]; q and k have norm 1.
         """
 
     def summarize(self, saved: tuple[Tensor, ...], segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return M and B of every segment; what the last one of a document has does not matter."""
+        """Return M and B of every segment; those of a document's last segment are not used."""
 
     def walk(
         self, saved: tuple[Tensor, ...], initial_state: Tensor, segments: Segments
@@ -211,7 +208,7 @@ class Scans(Protocol):
     def summarize_gradient(
         self, saved: tuple[Tensor, ...], d_out: Tensor, segments: Segments
     ) -> Tensor:
-        """Return C of every segment; what the first one of a document has does not matter."""
+        """Return C of every segment; that of a document's first segment is not used."""
 
     def walk_back(
         self,
@@ -233,13 +230,14 @@ def fold(
     reverse: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Return the state before every segment; or, in reverse, the gradient of the state after it,
-    whose step is M^T S + B.
+    """Return the state before every segment, by S' = M S + B; or, in reverse, the gradient of the
+    state after every segment, by M^T S + B.
 
     Args:
         transition: M [S, HV, K, K], fp32 or fp64.
         addend: B [S, HV, K, V], of the same dtype.
-        given: [N, HV, K, V], what every document begins with, or in reverse ends with; None: zero.
+        given: [N, HV, K, V], the state before every document, or in reverse the gradient of the
+            state after it; None: zero.
         firsts: int32 [N+1], each document's first segment, and S.
         reverse: from each document's last segment to its first.
         backend: "triton" or "torch"; "auto": Triton on CUDA.
@@ -306,7 +304,7 @@ def walk_segments(
 
     Args:
         q, k, v, g, beta: see `hf_packfree.ops.delta_rule.gated_delta_rule`; q and k have norm 1.
-        initial_state: [N, HV, K, V], what every document begins with; None: zero.
+        initial_state: [N, HV, K, V], the state before every document; None: zero.
         segments: of the documents.
         scans: of the backend.
 

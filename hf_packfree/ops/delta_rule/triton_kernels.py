@@ -39,7 +39,7 @@ def fold_states(
     for step in range(end - first):
         segment = ((end - 1 - step if REVERSE else first + step) * HEADS + head).to(tl.int64)
         tl.store(out + segment * K * V + place, state, mask=inside)
-        # no segment begins with what the last one leaves
+        # the state after the last segment is not needed
         if step < end - first - 1:
             step_by = tl.load(transition + segment * K * K + square, mask=known, other=0.0)
             added = tl.load(addend + segment * K * V + place, mask=inside, other=0.0)

@@ -1,8 +1,8 @@
-"""The small ops of a decoder layer: one file each, with its PyTorch reference, and one switch for
-all.
+"""The small ops of a decoder layer: a file with a PyTorch reference for each, and one choice of
+backend for all.
 
-Their Triton kernels are in `kernels/`, because importing those needs triton, which CPUs and Macs do
-without.
+The Triton kernels are in `kernels/`: importing them needs triton, which machines without a GPU
+lack.
 
 Shapes: T tokens of the row, D channels, H heads.
 """
@@ -29,17 +29,18 @@ class FusedBackend(Backend):
     """One implementation of all small ops.
 
     Attributes:
-        recomputes: whether those with a `projection` recompute its input in the backward pass
-            instead of keeping it.
-        adapters: whether linear layers with adapters, or quantised weights, run in them.
+        recomputes: whether ops with a `projection` recompute the projection's input in the backward
+            pass instead of keeping it.
+        adapters: whether linear layers with adapters or quantised weights run in these ops, instead
+            of their own forward.
     """
 
     recomputes: bool = False
     adapters: bool = False
 
     def for_every_row(self) -> FusedBackend:
-        """Return the backend that calls layers with adapters: products of those are not
-        batch-invariant.
+        """Return the backend that lets layers with adapters run their own forward: our products
+        with adapters are not batch-invariant.
         """
         return replace(self, adapters=False) if self.adapters else self
 
@@ -58,12 +59,12 @@ OP = Op(
         ),
         "torch": FusedBackend(),
     },
-    # which fuses by itself what does not mix tokens
+    # torch.compile fuses elementwise operations itself
     compiled="torch",
     linear_layers=True,
 )
-"""In a model's layers "torch" means upstream's own modules, or what replaced them; here it is
-the reference. `gated_product` alone has one way, in PyTorch.
+"""In a model's layers "torch" means upstream's own modules, or what replaced them; in this folder
+it is the reference. `gated_product` has only one implementation, in PyTorch.
 """
 
 __all__ = [

@@ -20,26 +20,28 @@ from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing.marks import NORM, PADDED, SPARE_COLUMNS
 
-# in the backward pass, at most
+# most rows of a program in the backward pass
 _ROWS_PER_PROGRAM = 64
-# in the backward pass, at least
+# fewest programs in the backward pass
 _PROGRAMS = 512
-# rows loaded ahead
+# rows loaded ahead in the backward pass
 _PREFETCH = 2
-# of the longest rows of which shared memory holds three tensors
+# bytes of the longest rows that are loaded ahead: shared memory holds three tensors' rows
 _PREFETCH_BYTES = 8192
 
 
 class NormOf(NamedTuple):
-    """What a norm was computed from, for an op that reads it and computes it again instead of
-    keeping it.
+    """The inputs of a norm, for an op that reads the norm and recomputes it instead of keeping
+    it.
     """
 
     total: Tensor
     weight: Tensor
     eps: float
     padded: Tensor | None = None
-    """[..., D or more]: the norm is its first D columns, and the spare ones are for adapters' h."""
+    """[..., D or more]: the tensor whose first D columns the norm is; the spare columns are for
+    adapters' h.
+    """
 
     def again(self, dtype: torch.dtype) -> Tensor:
         """Return the norm that "triton" computed in that dtype, bit for bit."""
@@ -71,22 +73,22 @@ class NormOf(NamedTuple):
 
 
 def remember(normed: Tensor, of: NormOf) -> None:
-    """Note on the norm itself what it was computed from, so that every op that reads it finds
-    out, whatever is in between.
+    """Mark a norm with its inputs, so that any op that reads the norm finds them, whatever code is
+    in between.
     """
     if torch.is_grad_enabled() and not normed.is_inference():
         NORM.put(normed, (normed._version, of))
 
 
 def norm_of(x: Tensor) -> NormOf | None:
-    """Return what x is the norm of, if that was noted and nothing has written over x since."""
+    """Return the inputs that `remember` marked x with, or None if x was changed in place since."""
     version, of = NORM.of(x) or (None, None)
     return of if of is not None and version == x._version else None
 
 
 def want_spare_columns(out: Tensor, columns: int) -> Tensor:
-    """Ask the next norm to allocate this output's gradient with `columns` spare columns per row,
-    for d_h; return the output.
+    """Mark a layer's output, so that the norm that reads it allocates its gradient with `columns`
+    spare columns per row, for d_h; return the output.
     """
     if columns and torch.is_grad_enabled() and not out.is_inference():
         SPARE_COLUMNS.put(out, columns)
@@ -94,8 +96,8 @@ def want_spare_columns(out: Tensor, columns: int) -> Tensor:
 
 
 def take_padded(gradient: Tensor) -> Tensor | None:
-    """Return the padded tensor whose first columns a gradient is, or None; once, so that one
-    reader alone writes there.
+    """Return the padded tensor whose first columns a gradient is, or None; only once, so that only
+    one reader writes to the spare columns.
     """
     padded = PADDED.take(gradient)
     moved = (
@@ -121,18 +123,18 @@ def add_norm(
 
     Args:
         x: [..., D], the residual stream, any floating dtype.
-        branch: [..., D], what is added to it; None: the total is x, and the gradients that reach
-            norm and residual stream are summed all the same.
+        branch: [..., D], added to x; None: the total is x, and the gradients of norm and total are
+            summed all the same.
         weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
         eps: added to the mean square.
-        dtype: of the norm, as what reads it would round it; None: the total's.
-        spare_columns: after each row of the norm, with "triton": what reads the norm and has
-            adapters needs no copy.
+        dtype: of the norm, that of the layers that read it; None: the total's.
+        spare_columns: columns allocated after each row of the norm, with "triton": there a layer
+            with adapters writes h, and needs no copy of the norm.
         backend: "triton" or "torch".
 
     Returns:
-        normed: [..., D], from the rounded total, itself rounded once, as upstream's; rows are D +
-            spare_columns elements apart.
+        normed: [..., D], computed from the rounded total and rounded once, as upstream's; rows are
+            D + spare_columns elements apart.
         total: [..., D], rounded as torch's sum is.
 
     Raises:
@@ -199,11 +201,11 @@ def add_layer_norm_reference(
 
 
 class _AddNorm(Function):
-    """Its inputs share one gradient, which is that of the residual stream and of the norm together;
-    a layer norm has a bias.
+    """x and branch share one gradient, the sum of those that reach the total and the norm. With a
+    bias it is a layer norm.
 
-    The rows of that gradient have the spare columns that a layer with adapters, whose output it is
-    of, asked for, see `want_spare_columns`.
+    If the branch is the output of a layer with adapters, this gradient has the spare columns that
+    the layer asked for, see `want_spare_columns`.
     """
 
     @staticmethod
@@ -236,11 +238,13 @@ class _AddNorm(Function):
         if padded is None:
             normed = torch.empty_like(total, dtype=dtype)
         else:
-            # no view of it, so that writing into its spare columns is no change of it
+            # `.data` is no view to autograd, so writing h into the spare columns does not change
+            # its version
             normed, stride = padded[..., :size].data, padded.shape[-1]
         grid, blocks = (x.numel() // size,), {"ADDS": branch is not None, **_blocks(size)}
         launch(add_norm, grid, x, branch, weight, bias, total, normed, size, stride, eps, **blocks)
-        # x itself, where it is the total, goes out as a view with this gradient
+        # without a branch the total is x itself, which autograd returns as a view with this
+        # backward
         return normed, total
 
     @staticmethod
@@ -265,7 +269,7 @@ def _of_sum(x: Tensor, branch: Tensor | None) -> torch.dtype:
 
 
 def _with_spare_columns(total: Tensor, spare: int) -> Tensor:
-    """Return an empty gradient of the total, with that many spare columns, marked with them."""
+    """Allocate the gradient of the total, marked with the padded tensor if it has spare columns."""
     if not spare:
         return torch.empty_like(total)
     padded = total.new_empty(*total.shape[:-1], total.shape[-1] + spare)

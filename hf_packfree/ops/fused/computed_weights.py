@@ -1,9 +1,9 @@
-"""Weights that are computed from another tensor where a product reads them, forward and backward,
-and never kept.
+"""Weights that are computed from another tensor for each product, forward and backward, and never
+kept.
 
-Dequantised from 4 bits (QLoRA, arXiv:2305.14314), with rows scaled by DoRA's magnitude
-(arXiv:2402.09353), or rounded as autocast rounds. A rounded copy that stayed would be stale after
-a write that hides from autograd, as `weight.data.copy_()` does.
+They are dequantised from 4 bits (QLoRA, arXiv:2305.14314), or have their rows scaled by DoRA's
+magnitude (arXiv:2402.09353), or are rounded as autocast rounds. A cached copy would go stale after
+a write that autograd does not see, such as `weight.data.copy_()`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class ComputedWeight:
     """A linear layer's weight W that is computed from another tensor.
 
     Attributes:
-        source: that tensor, which autograd keeps in the weight's place.
+        source: the tensor, which autograd saves in the weight's place.
         shape: of W, (F, D).
         dtype: of W.
-        compute: returns W, given the source.
+        compute: returns W [F, D], given the source.
         gradient: maps dW, in fp32 (on GPUs never rounded before), to the source's gradient; None:
             frozen.
     """
@@ -71,11 +71,11 @@ def scaled(weight: Weight, scale: Tensor, dtype: torch.dtype) -> ComputedWeight:
 
 
 class Weights:
-    """Weights [F, D] of layers that read one tensor, materialised as they are read.
+    """Weights [F, D] of layers that read the same tensor, computed when they are read.
 
     Args:
-        sources: of each, itself or what it is computed from.
-        computed: of each, how, or None.
+        sources: for each layer the weight, or the tensor that it is computed from.
+        computed: for each layer how its weight is computed, or None.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Weights:
     def gradients(
         self, layers: slice, out_features: Sequence[int], d_out: Tensor, x: Tensor
     ) -> list[Tensor]:
-        """Return the gradients of the sources, given x [T, D] and that of the layers' outputs side
-        by side, [T, all F].
+        """Return the gradients of the sources of some layers, given their input x [T, D] and the
+        gradient d_out [T, all F] of their outputs side by side.
         """
         computed = self._computed[layers]
         wide = any(how is not None and how.gradient for how in computed)

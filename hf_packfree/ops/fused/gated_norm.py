@@ -1,8 +1,8 @@
 """RMS norm times a gate, over the channels of one head.
 
-Where a projection reads it and nothing else does, the norm is not kept for the backward pass: the
-kernel that reads x and z there anyway recomputes it. Launch sizes of the kernels are fixed, so that
-new row lengths tune nothing.
+Where only a projection reads the norm, it is not kept for the backward pass: the backward kernel,
+which reads x and z anyway, recomputes it. Launch sizes of the kernels are fixed, so that new row
+lengths tune nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 
-# of a block
+# elements of a block
 _ROWS = {"forward": 16, "backward": 8}
-# of a program in the backward pass
+# blocks of a program in the backward pass
 _BLOCKS = 16
 
 
@@ -136,7 +136,7 @@ def _gradients(
     d_normed: Tensor,
     recompute: bool,
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor | None]:
-    """Those of x, z and weight, and the norm itself where it is to `recompute`."""
+    """The gradients of x, z and weight, and where `recompute` the norm too."""
     from hf_packfree.ops.fused.kernels.norms import gated_norm_backward
 
     d_x, d_z, sizes = torch.empty_like(x), torch.empty_like(z), _sizes(x)
@@ -171,12 +171,12 @@ def _gradients(
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
-    """Heads of all tokens, and channels of one."""
+    """(heads of all tokens together, channels of a head)."""
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
 def _blocks(x: Tensor, direction: str) -> dict[str, int]:
-    """What a program is compiled for."""
+    """The `tl.constexpr` arguments of a kernel."""
     return {"ROWS": _ROWS[direction], "WIDTH": block_width(x.shape[-1]), "num_warps": 4}
 
 

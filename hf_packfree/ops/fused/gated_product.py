@@ -1,7 +1,7 @@
-"""silu(gate) * up of an MLP, of which nothing is kept but gate and up.
+"""silu(gate) * up of an MLP; only gate and up are kept for the backward pass.
 
-silu(gate) is computed again in the backward pass, bit for bit: on a CPU that takes about as long as
-the memory pages that keeping it would take.
+silu(gate) is recomputed in the backward pass, bit for bit: on a CPU that takes about as long as the
+page faults of keeping it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 
 
 def gated_product(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, with the bits of torch's two operations, those of gradients too.
+    """Return silu(gate) * up; values and gradients have the bits of torch's two operations.
 
     Args:
         gate, up: [..., F], in one floating dtype.
@@ -37,7 +37,7 @@ class _GatedProduct(Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
         if torch.is_grad_enabled():
-            # create_graph=True: in the order in which autograd differentiates silu
+            # create_graph=True: silu's derivative in the order of autograd's own formula
             s = gate.sigmoid()
             return d * up * s * (1 + gate * (1 - s)), d * silu(gate)
         needs_gate, needs_up = ctx.needs_input_grad

@@ -1,6 +1,6 @@
 """The two gates of the delta rule, decay and write strength.
 
-Nothing is kept for the backward pass but what comes in.
+Only the inputs are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Gates(Function):
 
 
 def _blocks(a: Tensor, b: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
-    """The grid, the sizes and strides that the kernels take, and what a program is compiled for."""
+    """The grid, the sizes and strides that the kernels take, and their `tl.constexpr` arguments."""
     _, tokens, heads = a.shape
     width = block_width(heads)
     rows = max(1, _BLOCK // width)

@@ -1,9 +1,9 @@
-"""Linear layers that read one tensor, as one op or inside another: their outputs, and their
-gradients in two steps.
+"""Linear layers that read the same tensor, for `projections` and the ops that end or begin with
+such layers: outputs, and gradients in two steps.
 
-The first step is the gradient of what they read; the second, of weights and adapters, needs that
-tensor, which some ops recompute in between. Gradients of the tensor are summed inside the matrix
-products.
+The first step computes the gradient of the tensor x that the layers read; the second the gradients
+of weights and adapters, which need x itself: some ops recompute it in between. The layers'
+gradients of x are summed inside the matrix products.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Recompute = Callable[[Tensor, bool], tuple[tuple[Tensor | None, ...], Tensor | N
 
 @dataclass(frozen=True)
 class JoinedSpec:
-    """What is known of layers that read one tensor, without their tensors.
+    """Layers that read the same tensor, without their tensors.
 
     Attributes:
         out_features: of each.
-        computed: how each weight is computed, where it is not the weight itself.
-        groups: of their adapters.
-        batch_invariant: whether a row of x gives the same result among any number of rows, which is
-            not promised of layers with adapters.
+        computed: how each weight is computed; None for plain weights.
+        groups: the groups of the layers' adapters.
+        batch_invariant: whether a row of x gives the same result among any number of rows; not
+            promised for layers with adapters.
     """
 
     out_features: tuple[int, ...]
@@ -59,18 +59,20 @@ class JoinedSpec:
 
     @property
     def num_tensors(self) -> int:
-        """How many `flatten_inputs` returns."""
+        """The number of tensors that `flatten_inputs` returns."""
         return len(self.computed) + (2 * self.groups[-1].adapters.stop if self.groups else 0)
 
     def spare_columns(self, x: Tensor) -> int:
-        """Return how many spare columns after rows like x's [..., D] hold h."""
+        """Return how many spare columns after each row of an input like x [..., D] the adapters' h
+        needs.
+        """
         pairs = [(group.products, group.rank * len(group.layers)) for group in self.groups]
         return spare_columns(x, x.dtype, pairs)
 
 
 def flatten_inputs(layers: Sequence[Layer], backend: str) -> tuple[JoinedSpec, list[Tensor]]:
-    """Return the spec for a backend and the tensors, for an autograd function: weights or what they
-    are computed from, then A and B of every adapter.
+    """Return layers as a spec and a list of tensors, as autograd functions take them: the weights
+    or their sources, then A and B of every adapter. `backend` decides `batch_invariant`.
     """
     tensors: list[Tensor] = []
     out_features: list[int] = []
@@ -94,11 +96,12 @@ def flatten_inputs(layers: Sequence[Layer], backend: str) -> tuple[JoinedSpec, l
 
 
 class JoinedLinear:
-    """Layers that read one tensor, put together again from what `flatten_inputs` returned.
+    """Layers that read the same tensor, rebuilt from the results of `flatten_inputs`.
 
     Attributes:
         weights: [F, D] each.
-        h: of each group of adapters, see `AdapterGroup`; what `forward` left for the backward pass.
+        h: [T, K] of each group of adapters, see `AdapterGroup`; set by `forward`, read by the
+            backward pass.
     """
 
     def __init__(
@@ -113,7 +116,8 @@ class JoinedLinear:
         """Allocate the layers' input, like x [..., D]: (input, padded), input = padded[..., :D];
         padded is None where h takes no spare columns.
 
-        Pass padded to `forward`, which writes h into its spare columns instead of copying input.
+        Pass padded to `forward`, which then writes h into the spare columns, instead of copying the
+        input.
         """
         spare = self.spec.spare_columns(x)
         if not spare:
@@ -130,7 +134,8 @@ class JoinedLinear:
         h = cat(self.h, 1)
         x_and_h = _append_h(rows, [h], padded) if h.dtype == rows.dtype else None
         outs = [self._with_adapters(rows, h, x_and_h, i) for i in range(len(self.spec.computed))]
-        # no views to autograd, which hooks may change in place
+        # `.data`: autograd must not take the outputs for views, because hooks may change them in
+        # place
         return [out.view(*x.shape[:-1], -1).data for out in outs]
 
     def _with_adapters(self, x: Tensor, h: Tensor, x_and_h: Tensor | None, layer: int) -> Tensor:
@@ -141,7 +146,7 @@ class JoinedLinear:
         weight, B = self.weights[layer], self.adapters.factor_B(layer)
         if B is None:
             return linear(x, weight)
-        # other layers' adapters may have further columns
+        # h may have more columns, of other layers' adapters
         columns = B.shape[1]
         if x_and_h is None:
             added = linear(h[:, :columns], B.to(h.dtype))
@@ -163,10 +168,11 @@ class JoinedLinear:
 
 
 class JoinedBackward:
-    """The backward pass of layers, given the gradients [..., F] of all outputs.
+    """The backward pass of `JoinedLinear`, given the gradients `d_outs` [..., F] of all outputs.
 
     Args:
-        needed: whether the gradient of each weight, and of A and B of every adapter, is.
+        needed: whether the gradient of each tensor is needed: of the weights, then of A and B of
+            every adapter.
         joined: [..., all F] where `d_outs` are parts of one tensor: the gradients of all weights
             are one product then.
     """
@@ -179,7 +185,7 @@ class JoinedBackward:
         joined: Tensor | None = None,
     ) -> None:
         self.layers, self.needed = layers, needed
-        # of one layer, whose gradient may be the first columns of a padded tensor
+        # a single layer's d_out may be the first columns of a padded tensor
         self.padded = take_padded(d_outs[0]) if len(d_outs) == 1 else None
         rows = [rows_of(d_out) for d_out in d_outs]
         groups = _narrowest_first(layers.spec.out_features)
@@ -208,9 +214,7 @@ class JoinedBackward:
         return d_x
 
     def d_tensors(self, x: Tensor | None) -> list[Tensor | None]:
-        """Return the gradients of weights and adapters, given x [T, D], as far as they are
-        needed.
-        """
+        """Return the gradients of weights and adapters, given x [T, D]; None where not needed."""
         layers, needed = self.layers, self.needed
         if x is None or not any(needed):
             return [None] * len(needed)
@@ -229,14 +233,14 @@ class JoinedBackward:
 def linear_backward(
     d_out: Tensor, layer: JoinedLinear, recompute: Recompute, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of what a linear layer's input x was computed from, and then of its
-    tensors.
+    """Return the gradients of the tensors that a linear layer's input x was computed from, then of
+    the layer's own tensors.
 
     Args:
         d_out: [..., F], the gradient of the layer's output.
         layer: one.
         recompute: given the gradient of x [T, D], and whether x is needed, returns the gradients of
-            what x was computed from, and x recomputed or None.
+            the tensors that x was computed from, and x recomputed or None.
         needed: whether each tensor's gradient is needed.
     """
     with autocast_as_in_forward(d_out):
@@ -247,8 +251,8 @@ def linear_backward(
 
 
 def _append_h(x: Tensor, h: Sequence[Tensor], padded: Tensor | None) -> Tensor:
-    """Return [x, h] of each h [T, K], [T, D + all K]: columns of `padded`, whose first ones x is,
-    or a copy.
+    """Return x and every h [T, K] side by side, [T, D + all K]: in `padded`, whose first columns x
+    is, or a copy.
     """
     width = x.shape[1]
     end = width + sum([part.shape[1] for part in h])
@@ -261,8 +265,8 @@ def _append_h(x: Tensor, h: Sequence[Tensor], padded: Tensor | None) -> Tensor:
 
 @cache
 def _groups(out_features: tuple[int, ...]) -> list[slice]:
-    """Cut the layers into those multiplied as one: narrow neighbours together, every other one
-    by itself.
+    """Group the layers whose weights are multiplied as one: narrow neighbours together, every other
+    layer by itself.
     """
     narrow = [size < NARROW for size in out_features]
     starts = [i for i in range(len(out_features)) if i == 0 or not (narrow[i] and narrow[i - 1])]
@@ -271,8 +275,8 @@ def _groups(out_features: tuple[int, ...]) -> list[slice]:
 
 @cache
 def _narrowest_first(out_features: tuple[int, ...]) -> list[slice]:
-    """Return the same in the order of a backward pass: `addmm_` reads and writes all of d_x, for
-    which narrow products wait.
+    """Return `_groups`, the narrowest first: later groups add to d_x by `addmm_`, which reads and
+    writes all of it, and only wide products hide that.
     """
     return sorted(
         _groups(out_features), key=lambda group: sum(out_features[group.start : group.stop])

@@ -1,10 +1,10 @@
-"""The products of linear layers without biases, whose rows do not depend on how many there are
-where that is wanted.
+"""The products of linear layers without biases; on request a row's result does not depend on the
+number of rows.
 
 cuBLAS may choose split-K where a product has few output tiles, so a row's result depends on the
-number of rows. Where that is not wanted, short rows are padded until it does not, and
-`narrow_linear`, for few outputs, is a kernel of ours that never splits its sums. It also reads x
-once for two layers, so neighbours run it on a GPU in any case.
+number of rows. For batch invariance, inputs of few rows are padded to a number for which it does
+not, and layers of few outputs use `narrow_linear`, our kernel that never splits its sums. That
+kernel also reads x once for two layers, so neighbouring narrow layers use it on a GPU in any case.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from hf_packfree.ops.backend import HALF, block_width
 from hf_packfree.ops.launch import launch
 
 NARROW = 128
-"""Layers of fewer outputs: their products wait for x and its gradient to be read, so neighbours
-read them together.
+"""Layers of fewer outputs are narrow: reading x, or adding to its gradient, takes most of their
+time, so neighbours are computed together.
 """
 _MIN_ROWS = 1024
-"""Below, cuBLAS may choose split-K; from here on it did not for the published models' wide layers
-on an H200 (tests/gpu/test_ops.py)."""
+"""With fewer rows, cuBLAS may choose split-K; with this many or more it did not for the published
+models' wide layers on an H200 (tests/gpu/test_ops.py).
+"""
 COMPARED = frozenset(
     {
         # 0.8B
@@ -66,8 +67,8 @@ COMPARED = frozenset(
         (5120, 17408),
     }
 )
-"""(outputs, inputs) of Qwen3.5's layers, whose products were compared there: the same bits in any
-row of that many tokens.
+"""(outputs, inputs) of the layers of Qwen3.5 that tests/gpu/test_ops.py compared: with that many
+rows or more, the bits of a row do not depend on their number.
 """
 # tokens of a program
 _ROWS = 64
@@ -81,17 +82,17 @@ _MIN_WIDTH = 16
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Return x [..., D] as rows [T, D], for a packed row by one call of the dispatcher, which for
-    `flatten` are three.
+    """Return x [..., D] as rows [T, D]. For a packed row that is one call of torch's dispatcher,
+    where `flatten` makes three.
     """
     return x.view(x.shape[1:]) if x.ndim == 3 and x.shape[0] == 1 else x.flatten(0, -2)
 
 
 def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
-    """Return x weight^T, [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA few
-    rows are padded to many.
+    """Return x weight^T, [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA, fewer
+    than `_MIN_ROWS` rows are padded to that many.
     """
-    # raises where there is no memory
+    # `data_ptr` raises for tensors without memory
     _ = x.data_ptr(), weight.data_ptr()
     short = (
         batch_invariant and x.is_cuda and x.dtype in HALF and x.numel() // x.shape[-1] < _MIN_ROWS
@@ -100,23 +101,27 @@ def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
 
 
 def pad_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x weight^T from a product of `_MIN_ROWS` rows, zeros after x's own; without a
-    history.
+    """Return x weight^T [..., F], from a product with x padded by zeros to `_MIN_ROWS` rows;
+    without an autograd graph.
     """
     flat = rows_of(x)
     rows = linear(pad(flat, (0, 0, 0, _MIN_ROWS - flat.shape[0])), weight)[: flat.shape[0]]
-    # no view to autograd, which hooks may change in place
+    # `.data`: autograd must not take the output for a view, because hooks may change it in place
     return rows.view(*x.shape[:-1], -1).data
 
 
 def autocast_as_in_forward(x: Tensor) -> AbstractContextManager[Any]:
-    """Run a backward pass without autocast, as its forward pass ran, wherever it is called."""
+    """Run a backward pass without autocast, as its forward pass ran, even if backward is called
+    under autocast.
+    """
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def narrow_linear(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return x weight^T of each weight of few outputs, in half precision."""
+    """Return x weight^T [..., F] for each weight [F, D] of few outputs; x and weights in half
+    precision.
+    """
     rows = rows_of(x)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     outs = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
@@ -127,7 +132,7 @@ def narrow_linear(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _launch_narrow(x: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """One or two products of x [T, D]."""
+    """Launch the products of x [T, D] with one or two weights."""
     from hf_packfree.ops.fused.kernels.linear import narrow_linear
 
     (tokens, size), first, last = x.shape, weights[0].contiguous(), weights[-1].contiguous()

@@ -1,8 +1,9 @@
-"""LoRA's adapters (Hu et al., arXiv:2106.09685) of linear layers that read one tensor; formulas in
-README.md.
+"""LoRA's adapters (Hu et al., arXiv:2106.09685) of linear layers that read the same tensor;
+formulas in README.md.
 
-All A that read x without dropout are one product. Frozen weights get no gradient; kept are x, which
-the layer keeps anyway, and h of rank r. Dropout's masks are drawn again from their seeds.
+The A of all adapters without dropout are one product. Frozen weights get no gradient; for the
+backward pass x is kept, as without adapters, and h of rank r. Dropout masks are drawn again from
+their seeds.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from hf_packfree.ops.fused.lora_products import (
     products_for,
 )
 
-# elements; what kernels know to divide the distance of rows, they load and store in vectors
+# elements; kernels use vector loads and stores where the stride of rows is a multiple of this
 _ALIGNED = 16
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is added to a linear layer from D to F: scaling * dropout(x) A^T B^T.
+    """An adapter of a linear layer from D to F, which adds scaling * dropout(x) A^T B^T.
 
     Attributes:
         A: [r, D].
         B: [F, r], in the dtype of A.
         scaling: PEFT's, alpha / r.
         dropout: the probability that an element of x is zero for this adapter, below 1.
-        dtype: in which A and B are multiplied: the weight's, or fp32 over a half-precision weight.
+        dtype: of the products with A and B: the weight's, or fp32 over a half-precision weight.
             Default: A's.
     """
 
@@ -57,7 +58,7 @@ class LoraLinear:
 
 
 Layer = Weight | LoraLinear
-"""A linear layer without bias: its weight [F, D], or that with adapters."""
+"""A linear layer without bias: its weight [F, D], or the weight with adapters."""
 
 
 def weight_of(layer: Layer) -> Weight:
@@ -66,13 +67,13 @@ def weight_of(layer: Layer) -> Weight:
 
 
 def cast_input(x: Tensor, layer: Layer) -> Tensor:
-    """Return x rounded to the dtype of the layer's products, if it has another."""
+    """Return x in the dtype of the layer's weight."""
     return x.to(weight_of(layer).dtype)
 
 
 def layer_reference(x: Tensor, layer: Layer) -> Tensor:
-    """Return the layer's output in PyTorch: products of adapters in their own dtype, rounded to
-    x's once they are added.
+    """Return the layer's output [..., F] in PyTorch, in x's dtype: the adapters' products are in
+    their own dtype, and the sum is rounded.
     """
     out = linear(x, materialize(weight_of(layer)))
     if not isinstance(layer, LoraLinear):
@@ -86,17 +87,17 @@ def layer_reference(x: Tensor, layer: Layer) -> Tensor:
 
 @dataclass(frozen=True)
 class AdapterGroup:
-    """Adapters whose h is one product: all of one dtype, rank and scaling without dropout, or one
-    with a mask of its own.
+    """Adapters whose h is one product: adapters of one dtype, rank and scaling without dropout, or
+    a single adapter with dropout.
 
     Attributes:
-        adapters: which; they follow each other.
-        layers: the number of each one's layer.
-        products: how x is multiplied with them.
+        adapters: the group's span in the list of all adapters.
+        layers: the number of each adapter's layer.
+        products: the products with the group's A and B.
         rank: of A and B.
-        scaling: that of dropout included.
+        scaling: the adapters' scaling, divided by 1 - dropout.
         dropout: the probability.
-        seed: of the mask, or None.
+        seed: of the dropout mask; None without dropout.
     """
 
     adapters: slice
@@ -108,8 +109,8 @@ class AdapterGroup:
     seed: int | None = None
 
     def drop(self, x: Tensor) -> Tensor:
-        """Return x, or x with zeros where it is dropped out: what is left is scaled in the
-        products, in fp32.
+        """Return x with zeros where it is dropped out; `scaling` makes up for that, in the
+        products.
         """
         if self.seed is None:
             return x
@@ -121,7 +122,7 @@ class AdapterGroup:
 def group_adapters(
     owned: Sequence[tuple[int, Adapter]], dtype: torch.dtype
 ) -> tuple[list[AdapterGroup], list[Tensor]]:
-    """Return adapters, each given with the number of its layer, in groups, and A and B of each.
+    """Return groups of adapters, and A and B of each adapter in the groups' order.
 
     Args:
         dtype: of x.
@@ -129,7 +130,7 @@ def group_adapters(
     members: dict[tuple[Any, ...], list[tuple[int, Adapter]]] = {}
     for i, (layer, one) in enumerate(owned):
         kind = one.dtype or one.A.dtype, one.A.shape[0], one.scaling
-        # each with dropout by itself
+        # every adapter with dropout is a group of its own
         members.setdefault((*kind, i if one.dropout else None), []).append((layer, one))
     groups: list[AdapterGroup] = []
     tensors: list[Tensor] = []
@@ -145,20 +146,21 @@ def group_adapters(
 
 
 def _seed() -> int:
-    """Draw one from torch's generator, whose state gradient checkpointing restores."""
+    """Draw a seed from torch's generator, whose state gradient checkpointing restores."""
     return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 def spare_columns(
     x: Tensor, dtype: torch.dtype, products_and_ranks: Iterable[tuple[Products, int]]
 ) -> int:
-    """Return how many spare columns after x [..., D], computed in `dtype`, h of adapters takes, in
-    rows of whole vectors.
+    """Return how many spare columns after x [..., D] the adapters' h takes, rounded up so that rows
+    are whole vectors.
 
-    0: a group's h is in another dtype, so that [x, h] is not one product's input.
+    Returns 0 if any h is in another dtype than `dtype`, so that [x, h] cannot be the input of one
+    product.
 
     Args:
-        products_and_ranks: of each adapter or group.
+        products_and_ranks: for each adapter or group its products and its rank.
     """
     columns = 0
     for products, rank in products_and_ranks:
@@ -169,7 +171,7 @@ def spare_columns(
 
 
 class JoinedAdapters:
-    """The adapters of layers that read one tensor, inside an autograd function.
+    """The adapters of layers that read the same tensor, inside an autograd function.
 
     Args:
         tensors: A and B of each.
@@ -179,7 +181,7 @@ class JoinedAdapters:
         self.groups, self.As, self.Bs = groups, tensors[::2], tensors[1::2]
 
     def h(self, x: Tensor) -> list[Tensor]:
-        """Return scaling * dropout(x) A^T of each group, of x [T, D]."""
+        """Return scaling * dropout(x) A^T of each group [T, K], given x [T, D]."""
         return [
             group.products.h(group.drop(x), self.As[group.adapters], group.scaling)
             for group in self.groups
@@ -191,12 +193,12 @@ class JoinedAdapters:
 
     def factor_B(self, layer: int) -> Tensor | None:
         """Return B of the layer's adapters, [F, K], with zeros where the joined h has other layers'
-        columns; None: no adapters.
+        columns; None if the layer has no adapter.
 
-        What they add is h B^T, of the first K columns of the joined h.
+        The adapters add h B^T to the layer's output, with the first K columns of the joined h.
         """
         found: list[Tensor] = []
-        # columns to fill with zeros
+        # columns of other layers' h, for which B has zeros
         others = 0
         for group, Bs in zip(self.groups, self._factors_B, strict=True):
             for owner, B in zip(group.layers, Bs, strict=True):
@@ -210,12 +212,12 @@ class JoinedAdapters:
     def d_h_and_d_B(
         self, d_outs: Sequence[Tensor], h: Sequence[Tensor], needed: Sequence[bool]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the gradient of each group's h, and that of each B.
+        """Return the gradients of every group's h and of every B.
 
         Args:
             d_outs: [T, F] of every layer.
             h: of each group.
-            needed: whether the gradient of each B is.
+            needed: whether the gradient of each B is needed.
         """
         d_hs: list[Tensor] = []
         d_Bs: list[Tensor | None] = []
@@ -229,10 +231,10 @@ class JoinedAdapters:
         return d_hs, d_Bs
 
     def factor_A(self, dtype: torch.dtype) -> Tensor | None:
-        """Return A [K, D] of all adapters: d_h A, with d_h [T, K] of all, is their part of x's
-        gradient.
+        """Return A [K, D] of all adapters: d_h A, with d_h [T, K] of all groups, is the adapters'
+        part of x's gradient.
 
-        None if anything is dropped out, or a product is not in `dtype`.
+        None if any group has dropout, or products in another dtype than `dtype`.
         """
         for group in self.groups:
             if group.dropout or group.products.dtype != dtype:
@@ -250,7 +252,7 @@ class JoinedAdapters:
         return total
 
     def d_A(self, x: Tensor, d_h: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradient of each A, where any of its group is `needed`."""
+        """Return the gradient of each A; None for groups of which none is `needed`."""
         found: list[Tensor | None] = []
         for group, part in zip(self.groups, d_h, strict=True):
             As = self.As[group.adapters]

@@ -1,5 +1,5 @@
-"""Launches of the kernels for LoRA's adapters: fp32 taken apart into parts of bfloat16, parts added
-up, and both gradients that read d_out, of all layers that read one tensor.
+"""Launches of the kernels for LoRA's adapters: fp32 split into parts of bfloat16, sums of such
+parts, and the gradients of h and B of all layers that read the same tensor.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from hf_packfree.ops.launch import launch
 
 # elements of a program
 _BLOCK = 1024
-# of `gradients_at_once`: outputs of a tile, at least
+# fewest outputs of a tile of `gradients_at_once`, and its programs
 _NARROWEST = 16
 _PROGRAMS = 264
-# of one launch
+# most layers of one launch
 _LAYERS = 4
 TILE_RANK = 16
-"""Of the tiles of `gradients_at_once`; with a higher rank the partial sums are more to write and
-read than a second reading of d_out.
+"""The highest rank for `gradients_at_once`: with a higher one, writing and reading the partial sums
+costs more than reading d_out twice.
 """
 
 
-# of adapters in half precision, and of those in fp32, which take more of the shared memory
+# tiles for adapters in half precision, and for fp32 adapters, which take more shared memory
 _TILE = {"PARTS": 1, "PAIRS": 1, "ROWS": 32, "OUTPUTS": 512, "num_warps": 8, "num_stages": 3}
 _SPLIT_TILE = {"PARTS": 4, "PAIRS": 2, "ROWS": 64, "OUTPUTS": 128, "num_warps": 4, "num_stages": 3}
 
 
 def split_fp32(ws: Sequence[Tensor], width: int, *, paired: bool = False) -> Tensor:
-    """Return fp32 tensors, one below the other, as three bfloat16 parts whose sum they are to
-    2^-24: [all their elements / width, 3, width].
+    """Return fp32 tensors, one below the other, as three bfloat16 parts that add up to them to
+    2^-24: [all elements / width, 3, width].
 
     `paired`: [W1, W2, W1], the factor for [h1, h1, h2] (README).
     """
@@ -54,13 +54,13 @@ def split_fp32(ws: Sequence[Tensor], width: int, *, paired: bool = False) -> Ten
 
 
 def _filled(values: Sequence[Any], value: Any) -> list[Any]:
-    """Return what a launch takes of `_LAYERS` layers: `value` for those that are not there."""
+    """Return the arguments of a launch for `_LAYERS` layers, with `value` for missing layers."""
     return [*values, *[value] * (_LAYERS - len(values))]
 
 
 def add_parts(wide: Tensor, out: Tensor, rank: int, scaling: float) -> Tensor:
-    """Return `out` [T, n 3 r], which gets [h1, h1, h2] of scaling times the sums of each adapter's
-    three parts in `wide`, fp32 [T, n 3 r].
+    """Write [h1, h1, h2] (README) of h = scaling times the sum of each adapter's three parts in
+    `wide`, fp32 [T, n 3 r], to `out` [T, n 3 r] and return it.
     """
     from hf_packfree.ops.fused.kernels.lora import add_parts
 
@@ -80,14 +80,15 @@ def gradients_at_once(
     *,
     split: bool,
 ) -> list[Tensor]:
-    """Return d_out^T h of each layer that reads one tensor, in B's dtype, and write
-    scaling d_out B of all of them into `d_h`: each d_out is read once.
+    """Return the gradient d_out^T h of each layer's B, in B's dtype, and write scaling d_out B of
+    all layers into `d_h`; each d_out is read once.
 
     Args:
         d_outs: [T, F] each, half precision.
         Bs: [F, r] each, in d_out's dtype, or fp32.
-        h, d_h: [T, n r], or [T, n 3 r] where `split`, of the n layers.
-        split: whether B, in fp32, is taken apart, see `SplitFp32`; otherwise it is rounded.
+        h, d_h: [T, n r] of the n layers, or [T, n 3 r] where `split`.
+        split: whether B, in fp32, is split into three parts, see `SplitFp32`; otherwise it is
+            rounded.
     """
     from hf_packfree.ops.fused.kernels.lora import add_blocks, lora_gradients
 
@@ -107,7 +108,8 @@ def gradients_at_once(
     rows, height = tile["ROWS"], min(block_width(max(*outputs, _NARROWEST)), tile["OUTPUTS"])
     ends = [*accumulate(-(-size // height) for size in outputs)]
     blocks = ends[-1]
-    # as many waves as layers: few large blocks would leave multiprocessors idle in one
+    # one wave of programs per layer: a single wave of few large blocks would leave multiprocessors
+    # idle
     steps = max(1, -(-tokens // (rows * max(1, _PROGRAMS * len(Bs) // blocks))))
     programs = -(-tokens // (rows * steps))
     d_hs = d_h.new_empty(blocks, tokens, rank, dtype=torch.float32)

@@ -3,11 +3,11 @@ bfloat16 for the tensor cores.
 
 Adapters in fp32 on bfloat16 activations would be fp32 products of few columns, at a twentieth of
 the tensor cores' speed. An fp32 number is the sum of three bfloat16 numbers to 2^-24, and a product
-of fp32 numbers that of their leading parts and the mixed ones to 2^-16; so each such product is one
-of half precision with three times the columns, summed in fp32.
+of two fp32 numbers is, to 2^-16, the sum of three products of their parts; so each such product is
+one of half precision with three times the columns, summed in fp32.
 
-Shapes: x [T, D]; n adapters with A [r, D] and B [F, r]; h = scaling x A^T, side by side of all, and
-its gradient d_h.
+Shapes: x [T, D]; n adapters with A [r, D] and B [F, r]; h = scaling x A^T of all adapters side by
+side, and its gradient d_h.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hf_packfree.ops.fused.lora_kernels import TILE_RANK, add_parts, gradients_a
 
 
 class Products:
-    """Products in one dtype, to which adapters in another are rounded.
+    """Products in one dtype, to which inputs and adapters are rounded.
 
     Attributes:
         dtype: of h and d_h.
-        parts: their columns for each of the rank.
+        parts: columns of h and d_h per column of the rank.
     """
 
     parts = 1
@@ -36,11 +36,13 @@ class Products:
         self.dtype = dtype
 
     def h(self, x: Tensor, As: Sequence[Tensor], scaling: float) -> Tensor:
-        """Return scaling x A^T of each A."""
+        """Return scaling x A^T of each A, side by side, [T, n parts r]."""
         return scaled_product(x.to(self.dtype), self.factor_A(As).T, scaling)
 
     def d_h(self, d_outs: Sequence[Tensor], Bs: Sequence[Tensor], scaling: float) -> Tensor:
-        """Return scaling d_out B of each d_out [T, F] and B."""
+        """Return scaling d_out B of each pair of d_out [T, F] and B, side by side, [T, n parts
+        r].
+        """
         each = zip(d_outs, Bs, strict=True)
         return cat(
             [scaled_product(d.to(self.dtype), B.to(self.dtype), scaling) for d, B in each], 1
@@ -87,8 +89,8 @@ class Products:
 
 
 class SplitFp32(Products):
-    """Products of fp32 adapters with bfloat16. h is [T, n 3 r]: of each adapter (high, high,
-    low).
+    """Products of fp32 adapters with bfloat16 inputs. h is [T, n 3 r]: for each adapter [h1, h1,
+    h2], its two leading bfloat16 parts (README).
     """
 
     parts = 3
@@ -129,8 +131,8 @@ class SplitFp32(Products):
 
 @cache
 def products_for(x: torch.dtype, adapters: torch.dtype, tensor_cores: bool) -> Products:
-    """Return the products of x with adapters computed in a dtype; float16 has too few exponents to
-    hold the parts of fp32.
+    """Return the products of x in dtype `x` with adapters in dtype `adapters`; `SplitFp32` only for
+    bfloat16, since float16 has too few exponents to hold the parts of fp32.
     """
     splits = tensor_cores and adapters == torch.float32 and x == torch.bfloat16
     return SplitFp32() if splits else Products(adapters)
@@ -142,12 +144,12 @@ def _split_A(As: Sequence[Tensor], *, paired: bool = False) -> Tensor:
 
 
 def on_tensor_cores(x: Tensor) -> bool:
-    """Whether products in half precision are worth more of them."""
+    """Whether products in half precision are so much faster that three of them beat one in fp32."""
     return x.is_cuda
 
 
 def wide_product(x: Tensor, w: Tensor) -> Tensor:
-    """Return x w in fp32, both of half precision."""
+    """Return x w in fp32, given x and w in half precision."""
     return torch.mm(x, w, out_dtype=torch.float32)
 
 
@@ -157,7 +159,9 @@ def scaled_product(x: Tensor, w: Tensor, scaling: float) -> Tensor:
 
 
 def product_in(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x w in that dtype, rounded once where a GPU multiplies for an fp32 result."""
+    """Return x w in `dtype`; on a GPU an fp32 result of half-precision factors is never rounded to
+    half.
+    """
     if dtype == torch.float32 and x.dtype in HALF and on_tensor_cores(x):
         return wide_product(x, w)
     return torch.mm(x, w).to(dtype)

@@ -16,9 +16,9 @@ from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
 from hf_packfree.ops.operation import once_differentiable
 
-# in the backward pass, at most
+# most tokens of a program in the backward pass
 _TOKENS_PER_PROGRAM = 4
-# in the backward pass, at least
+# fewest programs in the backward pass
 _PROGRAMS = 4096
 
 

@@ -1,7 +1,7 @@
 """The sigmoid gate on the output of attention.
 
-x and z are kept for the backward pass, and nothing else: where a projection reads the product, the
-kernel that reads x and z there anyway recomputes it.
+Only x and z are kept for the backward pass: where a projection reads the product, the backward
+kernel, which reads x and z anyway, recomputes it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _OutputGate(Function):
 def _gradients(
     x: Tensor, z: Tensor, d_gated: Tensor, recompute: bool
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-    """Those of x and z, and the gated product itself where it is to `recompute`."""
+    """The gradients of x and z, and where `recompute` the gated product too."""
     from hf_packfree.ops.fused.kernels.gates import output_gate_backward
 
     d_x, d_z = torch.empty_like(x), z.new_empty(z.shape)

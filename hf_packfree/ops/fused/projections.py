@@ -28,7 +28,7 @@ def projections(x: Tensor, *layers: Layer, backend: str = "torch") -> tuple[Tens
 
     Args:
         x: [..., D], any floating dtype; rounded to the layers'.
-        layers: [F, D] each, in one dtype, or that with adapters, see
+        layers: weights [F, D], all in one dtype, or weights with adapters, see
             `hf_packfree.ops.fused.lora`.
         backend: "triton", "triton, batch-invariant", where a row of x gives the same result among
             any number of rows (without adapters), or "torch".
@@ -78,11 +78,11 @@ class _Projections(Function):
 def kept_input(
     x: Tensor, norm: NormOf | None, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return what to save of x for the backward pass: (x, None); (total, norm weight) where x is a
-    norm and recomputed; (None, None) where no gradient needs x.
+    """Return the tensors to save for the backward pass: (x, None); (total, norm weight) if x is a
+    norm, which is then recomputed; (None, None) where no gradient needs x.
 
     Args:
-        needed: whether the gradient of each weight and adapter is.
+        needed: whether the gradient of each weight and adapter is needed.
     """
     if not any(needed):
         return None, None
@@ -92,7 +92,9 @@ def kept_input(
 def input_again(
     kept: Tensor | None, weight: Tensor | None, eps: float | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return x [T, D] in its dtype, of what `kept_input` returned, with the norm's eps."""
+    """Return x [T, D] in `dtype` from the tensors that `kept_input` returned and the norm's eps;
+    None where they are None.
+    """
     if kept is None:
         return None
     x = kept if weight is None or eps is None else NormOf(kept, weight, eps).again(dtype)

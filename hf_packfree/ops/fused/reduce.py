@@ -1,6 +1,4 @@
-"""The sum of the partial sums that a kernel's programs leave: a parameter's gradient, in a fixed
-order.
-"""
+"""The sum over programs of a kernel's partial sums, in a fixed order: a parameter's gradient."""
 
 from __future__ import annotations
 
@@ -10,8 +8,9 @@ from torch import Tensor
 from hf_packfree.ops.launch import launch
 
 _TILES = (512, 8), (32, 128)
-"""Partials and columns of a block, for few columns and for many, whatever the number of partials:
-new row lengths compile nothing."""
+"""(partials, columns) of a block, for few columns and for many. They do not depend on the number of
+partials, so that new row lengths compile nothing.
+"""
 _MANY = 8192
 
 

@@ -1,9 +1,8 @@
 """Rotary position embedding of queries and keys in the output of one joined projection of q, k and
 v.
 
-What vision towers do before they attend: the rotation, which upstream computes in fp32 in seven
-passes over memory, and the split into three, whose gradient is put together again, are one pass
-each way.
+Vision towers do this before attention. Upstream rotates in fp32 in seven passes over memory, then
+splits q, k and v; here both are one pass each way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The MLP of a decoder layer: PyTorch's matrix products around a fused gated product.
 
-The gated product is recomputed in the backward pass, by the kernel that reads gate and up there
-anyway: a sixth memory pass over [T, F] instead of keeping it. Launch sizes of the kernels are
-fixed, so that new row lengths tune nothing.
+The gated product is not kept: the backward kernel, which reads gate and up anyway, recomputes it,
+which adds a sixth memory pass over [T, F]. Launch sizes of the kernels are fixed, so that new row
+lengths tune nothing.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def swiglu_mlp(
 
     Args:
         x: [..., D], any floating dtype; rounded to the layers'.
-        gate, up: [F, D], in one dtype, or that with adapters, see `hf_packfree.ops.fused.lora`.
+        gate, up: weights [F, D], in one dtype, or weights with adapters, see
+            `hf_packfree.ops.fused.lora`.
         down: [D, F], likewise.
-        residual: [..., D], what is added to the result, which is rounded before, as upstream does;
-            or None.
+        residual: [..., D], added to the result after that is rounded, as upstream does; or None.
         backend: "triton", "triton, batch-invariant", where a token gets the same result in a row of
             any length, see `hf_packfree.ops.fused.linear` (without adapters), or "torch".
 
     Returns:
-        [..., D] in the layers' dtype, or that of the sum.
+        [..., D] in the layers' dtype, or with `residual` in the dtype of the sum.
 
     Raises:
         BackendUnavailable: no backend has that name.

@@ -38,7 +38,7 @@ def kda(
 ) -> Tensor:
     """Run Kimi Delta Attention (Kimi Linear, arXiv:2510.26692) on each document of a packed row.
 
-    It is the gated delta rule with a decay for every channel of a key.
+    KDA is the gated delta rule with a decay for every channel of a key.
 
     With S [K, V] a document's state, zero before its first token, every token in turn decays it,
     writes to it and reads it (`recurrent_kda` is that, token by token):

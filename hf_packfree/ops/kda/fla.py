@@ -15,7 +15,7 @@ from hf_packfree.packing import PackedSequence, uncompiled
 
 
 def unusable(target: Target) -> str | None:
-    """Return why it cannot run at `target`, or None."""
+    """Return why FLA's KDA cannot run at `target`, or None."""
     return wide_keys(target) or needs_fla(target) or broken_fla("fla.ops.kda")
 
 

@@ -1,5 +1,5 @@
-"""A language model's head and its cross entropy as one operation, for which no logits of all
-tokens are made.
+"""A language model's head and cross entropy as one operation that never holds the logits of all
+tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class LossBackend(Backend):
     """One implementation of head and loss.
 
     Attributes:
-        softmax_gradient: turns a chunk's logits into their gradient; None: logits of all tokens are
-            made.
+        softmax_gradient: computes a chunk's losses and turns its logits into their gradient; None:
+            the backend computes the logits of all tokens.
     """
 
     softmax_gradient: SoftmaxGradient | None = None
@@ -63,11 +63,11 @@ OP = Op(
         "upstream": LossBackend(_reference),
     },
     where="head",
-    # whose graph has upstream's loss in it
+    # torch.compile traces upstream's loss
     compiled="upstream",
 )
-"""In a model "upstream" means transformers' own head and loss, on logits of all tokens; here it
-is the reference.
+"""In a model "upstream" means transformers' own head and loss, on the logits of all tokens; in this
+folder it is the reference.
 """
 
 
@@ -83,15 +83,15 @@ def linear_cross_entropy(
     """Return the sum over tokens of -log softmax(x weight' + bias)[target], as transformers' loss
     rounds it.
 
-    "triton" and "torch" compute it, and the gradients, in chunks of tokens, of which one at a time
-    has logits.
+    "triton" and "torch" compute loss and gradients in chunks of tokens, with logits of one chunk at
+    a time.
 
     Args:
         x: [..., D], any floating dtype.
         weight: [V, D], in x's dtype.
-        targets: int64 of x's shape without D, or what `Targets.of` made of them.
+        targets: int64 of x's shape without D, or `Targets.of` them.
         bias: [V], in x's dtype.
-        ignore_index: the target of tokens that count nothing.
+        ignore_index: the target of tokens without a loss.
         backend: a name in `OP.backends`.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Head and cross entropy in chunks of tokens: loss and gradients come from one pass, and one chunk
-at a time has logits.
+"""Head and cross entropy in chunks of tokens: one pass computes loss and gradients, with logits of
+one chunk at a time.
 
-The gradients are computed in the forward pass, for a gradient of the loss of 1, so that nothing has
-to be computed twice; the backward pass multiplies. (Liger and torch's `linear_cross_entropy` do so,
+The forward pass computes the gradients, for a gradient of the loss of 1, so that the logits are
+computed once; the backward pass multiplies them. (Liger and torch's `linear_cross_entropy` do so,
 too.) They are summed in fp32 over the chunks.
 """
 
@@ -37,20 +37,21 @@ _SCALE = {torch.float16: 2.0**10}
 underflow.
 """
 _WORTH = 0.95
-"""The share of tokens with targets from which on choosing them costs more than the products of
-the rest.
+"""With a larger share of tokens that have targets, selecting these costs more than the products of
+the others.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What every token has to predict.
+    """The targets of all tokens, and how many there are.
 
     Attributes:
-        flat: int64 [T], -1 where there is nothing to predict; targets below 0 other than that are
-            made larger than V, so that they are no word of it.
-        count: int64 scalar on the host, how many have one; on CUDA not before `ready`.
-        ready: the CUDA event after which `count` is there; None on other devices.
+        flat: int64 [T], -1 where there is nothing to predict; other targets below 0 are made larger
+            than V, so that they stay invalid.
+        count: int64 scalar on the host, the number of tokens with a target; on CUDA valid after
+            `ready`.
+        ready: the CUDA event after which `count` is valid; None on other devices.
     """
 
     flat: Tensor
@@ -65,7 +66,7 @@ class Targets:
         """
         flat = targets.detach().reshape(-1)
         has = flat != ignore_index
-        # a negative one is no word either
+        # other negative targets are invalid, and must not become -1
         flat = flat.bitwise_and(torch.iinfo(torch.int64).max).where(has, -1)
         if not flat.is_cuda:
             return cls(flat, has.sum())
@@ -84,17 +85,16 @@ class Targets:
             return None
         if self.ready is None:
             return (self.flat >= 0).nonzero()[:, 0]
-        # those with targets first, in their order: `nonzero` would wait for the device
+        # a stable sort puts tokens with targets first; `nonzero` would wait for the device
         return (self.flat >= 0).argsort(descending=True, stable=True)[:count]
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the loss's gradients are before they are multiplied by `factor`, summed in fp32; None
-    where not needed.
+    """The loss's gradients, in fp32, before they are multiplied by `factor`; None where not needed.
 
     Attributes:
-        x: [N, D], of the tokens that were chosen.
+        x: [N, D], of the tokens that `choose` returned.
         weight: [V, D].
         bias: [V].
         factor: undoes the scale that keeps gradients in half precision from underflowing.
@@ -122,9 +122,10 @@ def loss_and_gradients(
         weight: [V, D] in x's dtype.
         bias: [V] or None.
         targets: int64 [N], see `Targets.flat`.
-        needed: which of the gradients of x, weight and bias are.
+        needed: which gradients are needed: of x, weight and bias.
         softmax_gradient: see `hf_packfree.ops.loss.softmax`.
-        growth: how many times as large as the logits' own its gradients may become, at least 1.
+        growth: bound of the factor, at least 1, by which `softmax_gradient` may enlarge the logits'
+            gradient on its way through a head's scale or cap.
     """
     scale = scale_of(x.dtype, growth) if any(needed) else None
     sums = Sums(x, weight, needed)
@@ -137,8 +138,8 @@ def loss_and_gradients(
 
 
 def scale_of(dtype: torch.dtype, growth: float = 1.0) -> float:
-    """Return the factor, a power of two, on gradients of logits of that dtype: they stay finite
-    where they grow to `growth` times their size.
+    """Return the factor, a power of two, on gradients of logits of a dtype: the products stay
+    finite even where they grow by the factor `growth`.
     """
     scale = _SCALE.get(dtype, 1.0)
     while dtype in _SCALE and scale * growth > torch.finfo(dtype).max:
@@ -149,7 +150,9 @@ def scale_of(dtype: torch.dtype, growth: float = 1.0) -> float:
 def logits_in_chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield which tokens come next, and their logits [C, V], which the next ones overwrite."""
+    """Yield chunks of tokens, as a slice and their logits [C, V], in a buffer that the next chunk
+    overwrites.
+    """
     (tokens, _), words = x.shape, weight.shape[0]
     rows = rows_of_a_chunk(tokens, words, x.device.type)
     buffer = x.new_empty(min(rows, tokens), words)
@@ -163,7 +166,7 @@ def logits_in_chunks(
 
 
 class Sums:
-    """The gradients of x, weight and bias, added up over chunks of gradients of the logits."""
+    """Sums over chunks of the gradients of x, weight and bias."""
 
     def __init__(self, x: Tensor, weight: Tensor, needed: tuple[bool, bool, bool]) -> None:
         (tokens, size), words = x.shape, weight.shape[0]
@@ -176,7 +179,7 @@ class Sums:
         )
 
     def add(self, gradient: Tensor, part: slice) -> None:
-        """Add the gradient [C, V] of the logits of some tokens; the first ones come first."""
+        """Add the parts from the gradient [C, V] of a chunk's logits; chunks come in order."""
         first = part.start == 0
         d_x = None if self.d_x is None else self.d_x[part]
         _add_products(gradient, self.x[part], self.weight, d_x, self.d_weight, first=first)
@@ -185,12 +188,12 @@ class Sums:
             self.d_bias.copy_(total if first else self.d_bias + total)
 
     def gradients(self, factor: float) -> Gradients:
-        """Return them, to be multiplied by `factor`."""
+        """Return the sums, to be multiplied by `factor`."""
         return Gradients(self.d_x, self.d_weight, self.d_bias, factor)
 
 
 def rows_of_a_chunk(tokens: int, words: int, device: str) -> int:
-    """Return how many tokens have logits at a time: chunks of about one size."""
+    """Return the number of tokens of a chunk, such that all chunks have about the same size."""
     most = max(
         min(
             _ELEMENTS.get(device, _ELEMENTS_ELSEWHERE) // words, max(-(-tokens // _CHUNKS), _ENOUGH)
@@ -210,8 +213,8 @@ def _add_products(
     *,
     first: bool,
 ) -> None:
-    """Put gradient weight in d_x, and add gradient' x to d_weight, or put it there: both in fp32
-    for half precision.
+    """Write gradient weight to d_x, and write gradient' x to d_weight if `first`, else add it; in
+    fp32 for half precision.
     """
     beta = 0 if first else 1
     if x.dtype in HALF and x.is_cuda:

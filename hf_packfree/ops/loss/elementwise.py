@@ -1,7 +1,8 @@
-"""What heads do with the product of their last layer, element by element: a scale (Granite, Cohere,
-Falcon-H1), a cap (Gemma).
+"""Elementwise steps between a head's last layer and the loss: a scale (Granite, Cohere, Falcon-H1),
+a cap (Gemma).
 
-The chunks of the loss do the same, so that nobody has to read such logits, either.
+The chunked loss applies the steps to its chunks, so that scaled or capped logits need not be
+computed either.
 """
 
 from __future__ import annotations
@@ -30,48 +31,50 @@ class Step:
     """One operation on every logit.
 
     Attributes:
-        function: torch's product with, or quotient by, a number, or its tanh.
-        numbers: that number, of which tanh has none.
+        function: torch's multiplication or division by a number, or its tanh.
+        numbers: the number; empty for tanh.
     """
 
     function: Any
     numbers: tuple[float, ...]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return a new tensor."""
+        """Return the step's result, a new tensor."""
         found: Tensor = self.function(logits, *self.numbers)
         return found
 
     def backward(self, gradient: Tensor, result: Tensor) -> Tensor:
-        """Return the gradient of what `result` was made of."""
+        """Return the gradient of the step's input, given that of its `result`."""
         if self.function is _TANH:
             return _TANH_BACKWARD(gradient, result)  # type: ignore[no-any-return]
         return self(gradient)
 
     @property
     def factor(self) -> float:
-        """What logits are multiplied by; 1 for tanh."""
+        """The factor on logits; 1 for tanh."""
         if self.function is _TANH:
             return 1.0
         (number,) = self.numbers
         if self.function is torch.ops.aten.mul.Tensor:
-            # Triton would compile a kernel once more for integers
+            # a float, because Triton would compile another kernel for an integer
             return float(number)
         return 1 / number if number else float("inf")
 
     @property
     def slope(self) -> float:
-        """How many times as large a gradient may become in `backward`, at most 2**30."""
+        """Bound of the factor by which `backward` enlarges a gradient, at most 2**30."""
         return min(abs(self.factor), 2.0**30)
 
     def is_undone_by(self, func: Any, args: Any) -> bool:
-        """Whether autograd calls this for that gradient."""
+        """Whether an operation is the one that autograd calls for the step's gradient."""
         wanted = _TANH_BACKWARD if self.function is _TANH else self.function
         return func is wanted and (self.function is _TANH or args[1:] == self.numbers)
 
 
 def step_of(func: Any, args: Any) -> Step | None:
-    """Return what an operation does with every element of its first argument; None for others."""
+    """Return an operation on its first argument as a step; None if it is not a scale by a number or
+    tanh.
+    """
     numbers = args[1:]
     of_numbers = func in _BY_A_NUMBER and all(isinstance(one, int | float) for one in numbers)
     return Step(func, numbers) if of_numbers or func is _TANH else None
@@ -79,18 +82,23 @@ def step_of(func: Any, args: Any) -> Step | None:
 
 @dataclass(frozen=True, eq=False)
 class Elementwise:
-    """Makes logits of those before a step.
+    """Computes logits after a step from those before it.
 
     Attributes:
-        before: where these come from.
-        step: what is done with them.
+        before: the source of the logits before the step.
+        step: the operation.
     """
 
     before: Source
     step: Step
 
     def __call__(self) -> Tensor:
-        """Return the step's logits; those that it reads are made for that and not kept."""
+        """Return the logits after the step; unread logits before the step are computed for it and
+        not kept.
+
+        Raises:
+            UnsupportedInput: the logits before the step were changed in place.
+        """
         if self.before.changed:
             raise UnsupportedInput(
                 "found logits changed in place before what a head makes of them was read; wanted "
@@ -102,7 +110,9 @@ class Elementwise:
 
 
 def origin_of(source: Source) -> tuple[Source, tuple[Step, ...]]:
-    """Return where the product comes from, and the steps from there."""
+    """Return the source of the head's product, and the steps from the product to the logits of
+    `source`.
+    """
     steps: tuple[Step, ...] = ()
     while isinstance(made := source.make, Elementwise):
         source, steps = made.before, (made.step, *steps)
@@ -110,7 +120,7 @@ def origin_of(source: Source) -> tuple[Source, tuple[Step, ...]]:
 
 
 def growth(steps: tuple[Step, ...]) -> float:
-    """Return how many times as large a gradient may become on its way back through steps."""
+    """Return a bound of the factor by which the steps' backward enlarges a gradient."""
     return max(accumulate((step.slope for step in reversed(steps)), mul, initial=1.0))
 
 
@@ -121,12 +131,12 @@ _FACTOR_TANH_FACTOR = (
     (True, False),
     (False, True, False),
 )
-"""The orders that are a `Head`: whether each step is a tanh."""
+"""Sequences of steps that a `Head` describes: whether each step is a tanh."""
 
 
 def head_of(steps: tuple[Step, ...]) -> Head | None:
-    """Return what these steps are together: a factor, a tanh and a factor, or some of the three;
-    None where they are something else.
+    """Return the steps as a `Head`, a factor, a tanh and another factor, each of which may be
+    missing; None for other sequences.
     """
     tanhs = tuple(step.function is _TANH for step in steps)
     if tanhs not in _FACTOR_TANH_FACTOR:
@@ -135,8 +145,9 @@ def head_of(steps: tuple[Step, ...]) -> Head | None:
 
 
 def after_steps(softmax_gradient: SoftmaxGradient, steps: tuple[Step, ...]) -> SoftmaxGradient:
-    """Return what gives the losses of what these steps make of a product, and the gradient of that
-    product: the Triton kernel itself where it can.
+    """Return a function like `softmax_gradient` of the head's product: the losses are those after
+    the steps, the gradient is the product's. It is the Triton kernel itself where a `Head`
+    describes the steps.
     """
     if not steps:
         return softmax_gradient
@@ -149,7 +160,8 @@ def after_steps(softmax_gradient: SoftmaxGradient, steps: tuple[Step, ...]) -> S
         made = [logits]
         for step in steps:
             made.append(step(made[-1]))
-        # which is overwritten where tanh's own result is wanted afterwards
+        # a copy where tanh is last: `softmax_gradient` overwrites the logits, and tanh's backward
+        # needs them
         last = made[-1].clone() if steps[-1].function is _TANH else made[-1]
         losses, gradient = softmax_gradient(last, targets, scale)
         for step, result in zip(reversed(steps), reversed(made), strict=False):
@@ -160,8 +172,9 @@ def after_steps(softmax_gradient: SoftmaxGradient, steps: tuple[Step, ...]) -> S
 
 
 class LazyGradient(LazyTensor):
-    """A gradient of logits that is not made where what follows from it is known: through the steps
-    between product and loss, in their order, and nothing else.
+    """The loss's gradient of scaled or capped logits, computed only when read. Autograd's backward
+    of the steps makes it the lazy gradient of the product, for which the gradients of x and the
+    weight are known; any other operation reads it.
     """
 
     steps: tuple[Step, ...] = ()
@@ -171,11 +184,11 @@ class LazyGradient(LazyTensor):
     def of(
         cls, source: Source, steps: tuple[Step, ...], following: Callable[..., Any] | None
     ) -> LazyGradient:
-        """Return the gradient of what `steps` lead to.
+        """Return the lazy gradient of logits after `steps`.
 
         Args:
             source: of its values.
-            following: what follows from the gradient of the product, see `Source.onward`.
+            following: gradients that follow from the gradient of the product, see `Source.onward`.
         """
         source.onward = None if steps else following
         found: Any = cls(source)
@@ -184,7 +197,9 @@ class LazyGradient(LazyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Wait on at what autograd does on its way back to the product."""
+        """Stay lazy through the backward of the last step; read the values for any other
+        operation.
+        """
         gradient = args[0] if args else None
         if isinstance(gradient, LazyGradient) and gradient.steps and not gradient.source.changed:
             *steps, last = gradient.steps

@@ -1,18 +1,18 @@
-"""A language model's head and the log-probabilities of given tokens as one operation, for which no
-logits of all tokens are made.
+"""A language model's head and the log-probabilities of given tokens as one operation that never
+holds the logits of all tokens.
 
-What the backward pass will be asked for decides where the gradients are computed, counted in
-products of the size of the logits, forward and backward together:
+Which gradients the backward pass gets decides where to compute those of x and weight. The cost, in
+matrix products of the logits' size, forward and backward together:
 
     gradient of log p alone, weight frozen               2: x's in the forward pass, whose rows the
                                                             backward pass multiplies by its gradient
-    the same, weight trained, the same for every token   3: both in the forward pass, as for a loss
+    one gradient of log p for all tokens, weight trained 3: both in the forward pass, as for a loss
     else                                                 3, or 4 with a trained weight: in the
                                                             backward pass, from logits made again
 
 Only the caller knows (a mean of log-probabilities has one gradient for every token, a policy's loss
-has not), so it says what it expects; where something else comes, the third way is taken, too late
-to be cheap, and the next call expects that.
+has not), so it passes `Expected`. Where other gradients come, the third way is taken, at extra
+cost, and `Expected` is corrected for the next call.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _LOG_PROBS_ALONE = Wanted()
 
 @dataclass(eq=False)
 class Expected:
-    """Which gradients will come; each backward pass corrects it.
+    """The gradients that the backward pass is expected to get; each backward pass corrects this.
 
     Attributes:
-        uniform: every token's log-probability gets the same one.
-        entropy: the entropy gets one, too.
+        uniform: every token's log-probability gets the same gradient.
+        entropy: the entropy gets a gradient, too.
     """
 
     uniform: bool = False
@@ -66,15 +66,15 @@ class Expected:
 
 @dataclass(frozen=True, eq=False)
 class TokenLogProbs:
-    """Log-probabilities of given tokens, and what else was asked of their distributions; all of the
-    targets' shape, and zero where there is none.
+    """Log-probabilities of given tokens, and other statistics of their distributions if asked for;
+    all of the targets' shape, and zero where there is no target.
 
     Attributes:
         log_probs: fp32 (fp64 of such inputs), with gradient.
-        entropy: of the whole distribution, in nats, in that precision, with gradient; None where
-            not wanted, as all below.
+        entropy: of the whole distribution, in nats, in the dtype of `log_probs`, with gradient. It
+            is None where not wanted, and so are all fields below.
         top1: int64, the most likely token, the first of several.
-        is_top1: bool, whether that is the target.
+        is_top1: bool, whether the most likely token is the target.
         log_sum_sq_probs: log sum p^2, without gradient.
         mean_logits: the mean over the vocabulary of the logits divided by the temperature, without
             gradient.
@@ -88,20 +88,22 @@ class TokenLogProbs:
     mean_logits: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
-        """Return the same of what `change` makes of every tensor."""
+        """Return these statistics with `change` applied to every tensor."""
         found: dict[str, Any] = {
             name: None if one is None else change(one) for name, one in vars(self).items()
         }
         return TokenLogProbs(**found)
 
     def with_detached_entropy(self) -> TokenLogProbs:
-        """Return the same, with an entropy for the log alone."""
+        """Return these statistics with the entropy detached, for logging alone."""
         return self if self.entropy is None else replace(self, entropy=self.entropy.detach())
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogProbsBackend(Backend):
-    """One implementation, by what differs between them: both functions of a chunk's logits."""
+    """One implementation: its two functions of a chunk's logits, the statistics and their
+    gradient.
+    """
 
     measure: Measure
     differentiate: Differentiate
@@ -121,7 +123,7 @@ OP = Op(
     },
     where="head",
 )
-"""A second function of the op "loss", whose choice holds for it."""
+"""The backend is the one that is chosen for the op "loss"."""
 
 
 def linear_log_probs(
@@ -138,20 +140,20 @@ def linear_log_probs(
     backend: str = "torch",
 ) -> TokenLogProbs:
     """Return log softmax((x weight' + bias) / temperature)[target] of every token, in chunks of
-    tokens, of which one at a time has logits.
+    tokens, with logits of one chunk at a time.
 
     Args:
         x: [..., D], any floating dtype.
         weight: [V, D].
-        targets: int64 of x's shape without D, or what `Targets.of` made of them.
+        targets: int64 of x's shape without D, or `Targets.of` them.
         bias: [V].
         temperature: above 0; a number, or a tensor that broadcasts to the targets' shape ([B, 1]
             for one per row); without gradient.
         wanted: what to return besides the log-probability.
         expected: which gradients will come; None: of all that is returned, not uniform.
-        dtype: that of the product, x's by default: weight and bias are rounded to it, and their
-            gradients are fp32 before they are rounded to their own.
-        ignore_index: the target of tokens that count nothing, and are not computed.
+        dtype: of the product, x's by default. Weight and bias are rounded to it; their gradients
+            are summed in fp32 and rounded to their own dtypes.
+        ignore_index: the target of tokens without a log-probability, which are not computed.
         backend: a name in `OP.backends`.
 
     Raises:
@@ -181,7 +183,9 @@ def linear_log_probs(
 
 
 def _inverse(temperature: float | Tensor, x: Tensor) -> Tensor:
-    """Return 1 / temperature of every token, [T]; a tensor made of a number makes the host wait."""
+    """Return 1 / temperature of every token, [T]. Numbers use `torch.full`, since copying a tensor
+    made of a number to the GPU makes the host wait.
+    """
     tokens, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
     if not isinstance(temperature, Tensor):
         return torch.full((tokens.numel(),), 1.0 / temperature, dtype=wide, device=x.device)
@@ -190,7 +194,9 @@ def _inverse(temperature: float | Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What the operation is called with besides its differentiable inputs; inverse is [T]."""
+    """The arguments of the operation that are not differentiable; `inverse` is 1 / temperature
+    [T].
+    """
 
     targets: Targets
     inverse: Tensor
@@ -202,7 +208,7 @@ class _Call:
     def rounded(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what is multiplied, in one dtype."""
+        """Return x, weight and bias in the dtype of the product."""
         dtype = self.dtype
         return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
@@ -233,7 +239,7 @@ class _LogProbs(Function):
         if any(needed):
             ctx.save_for_backward(x, weight, bias, sums.d_x, sums.d_weight, sums.d_bias)
             ctx.call, ctx.now = call, now
-            # an output kept as it is would keep itself alive
+            # detached: an output that is kept with its graph would keep itself alive
             entropy = None if found.entropy is None else found.entropy.detach()
             ctx.tokens = chosen, targets, inverse, found.log_z, entropy
         outputs = list(vars(found).values())[1:]
@@ -267,14 +273,14 @@ class _LogProbs(Function):
 
 
 def _made_in_the_forward_pass(expected: Expected, needed: tuple[bool, bool, bool]) -> bool:
-    """Whether gradients are; see the top of this file."""
+    """Whether the forward pass computes the gradients; see the top of this file."""
     trained = needed[1] or needed[2]
     return not expected.entropy and (expected.uniform if trained else needed[0])
 
 
 def _only_one(gradients: Tensor, targets: Tensor) -> Tensor | None:
-    """Return the gradient, a scalar, that every token with a target has, or None; the host waits
-    for that.
+    """Return the gradient that all tokens with a target share, a scalar, or None if they differ;
+    the host waits for the comparison.
     """
     if not len(gradients):
         return gradients.new_zeros(())
@@ -286,13 +292,15 @@ def _only_one(gradients: Tensor, targets: Tensor) -> Tensor | None:
 def _made_now(
     ctx: Any, inputs: list[Any], of_log_probs: Tensor | None, of_entropy: Tensor | None
 ) -> Gradients:
-    """Return the gradients for those of log p and of the entropy, from logits made again."""
+    """Return the gradients of x, weight and bias, given those of log p and of the entropy, from
+    recomputed logits.
+    """
     call: _Call = ctx.call
     (x, *weights), (chosen, targets, inverse, log_z, entropy) = inputs, ctx.tokens
     rounded = call.rounded(x if chosen is None else x.index_select(0, chosen), *weights)
     given = [one for one in (of_log_probs, of_entropy) if one is not None]
     scale: Any = scale_of(call.dtype)
-    # in fp16, the largest becomes one of the right size; a power of two rounds nothing
+    # in fp16, scale the largest gradient to about `scale_of`; a power of two does not round
     if scale != 1 and len(log_z):
         largest = torch.stack([one.abs().amax() for one in given]).amax()
         scale = scale / largest.clamp(min=torch.finfo(largest.dtype).tiny).log2().ceil().exp2()
@@ -312,7 +320,7 @@ def _made_now(
 def _placed(
     values: Tensor | None, chosen: Tensor | None, targets: Tensor, tokens: int
 ) -> Tensor | None:
-    """Return values [N] of the tokens with targets among all [T], zero at the others."""
+    """Return the values [N] of the tokens with targets as [T], with zeros for other tokens."""
     if values is None or chosen is None:
         return None if values is None else values.masked_fill_(targets < 0, 0)
     return values.new_zeros(tokens).index_copy_(0, chosen, values)
@@ -321,8 +329,8 @@ def _placed(
 def _multiplied(
     found: Gradients, by: Tensor | None, inputs: list[Any], chosen: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x [T, D], weight and bias: what was found, multiplied by one number,
-    or x's rows by one each.
+    """Return the gradients of x [T, D], weight and bias: those in `found` times `by`, a scalar for
+    all, or one number for each row of x.
     """
     (x, weight, bias), d_x = inputs, None
     factor = torch.as_tensor(found.factor) if by is None else by * found.factor

@@ -1,8 +1,8 @@
-"""Fused linear cross entropy, and logits that are computed only when somebody reads them.
+"""Fused linear cross entropy, and logits that are computed only when something reads them.
 
-To autograd they are there: the loss is computed from the logits, and these from x and the weight.
-The loss hands on a lazy gradient of the logits that knows the gradients of x and the weight, and
-whoever looks at it, as hooks do, or adds another gradient to it, makes it.
+In autograd's graph lazy logits are ordinary: the loss reads the logits, the logits read x and the
+weight. The loss's backward returns a lazy gradient of the logits that holds the gradients of x and
+the weight; its own values are computed only if a hook reads it or another gradient is added to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Wait on, until the loss is called, at a scale or a cap that the head gives them."""
+        """Stay lazy through a scale or a cap that the head applies before its loss is called; read
+        the values for any other operation.
+        """
         first = args[0] if args else None
         if isinstance(first, LazyLogits) and not kwargs and _is_of_a_head(first.source):
             step, source = step_of(func, args), first.source
@@ -67,8 +69,8 @@ class LazyLogits(LazyTensor):
         parallelism the logits, and so the targets, are those of the rank's own tokens.
 
         Args:
-            targets: int64 [B, S]: of every token the one that is asked about, as a rule the next;
-                nothing is asked of padding.
+            targets: int64 [B, S]: for every token the one whose log-probability is wanted, as a
+                rule the next; those of padding are ignored.
             temperature, entropy, top1, ignore_index: see `hf_packfree.token_log_probs`.
 
         Raises:
@@ -106,17 +108,18 @@ class LazyLogits(LazyTensor):
 
 
 def _is_of_a_head(source: Source) -> bool:
-    """Whether unread logits are still the head's own, whose loss was not called yet."""
+    """Whether these are unread logits whose head has not called its loss yet."""
     product = origin_of(source)[0].make
     unread = source.values is None and not source.changed
     return unread and isinstance(product, _Product) and product.until_loss
 
 
 def _origin(source: Source) -> tuple[_Product, PackedSequence | None]:
-    """Return what makes the values, with the record of a padded batch.
+    """Return the product that computes the logits, and the record where they are padded to the
+    caller's batch.
 
     Raises:
-        UnsupportedInput: the values were made already, and may be others by now.
+        UnsupportedInput: the logits were read or changed before, or the head scales or caps them.
     """
     packed: PackedSequence | None = None
     while True:
@@ -149,24 +152,25 @@ def lazy_logits(
     reload: Weights | None = None,
     backend: str = "torch",
 ) -> LazyLogits:
-    """Return x weight' + bias, computed when an operation first reads it and kept from then on.
+    """Return x weight' + bias, computed when an operation first reads the logits, and kept from
+    then on.
 
     Args:
         x: [..., D].
         weight: [V, D], in x's dtype.
         bias: [V] or None.
-        reload: returns the weights where their memory was given up meanwhile, as FSDP does after a
+        reload: returns weight and bias again where their memory was freed, as FSDP does after a
             forward pass.
-        backend: of their log-probabilities, see `linear_log_probs`.
+        backend: of `LazyLogits.log_probs`, see `linear_log_probs`.
 
     Returns:
-        [..., V], with the gradients of the product. Reading it for the first time raises
-        `UnsupportedInput` after x, the weight or the bias were changed, by whatever.
+        [..., V] in x's dtype, with the gradients of the product. The first read raises
+        `UnsupportedInput` if x, the weight or the bias was changed since, in any way.
     """
     lazy: LazyLogits = _Logits.apply(x, weight, bias, reload)
     product = lazy.source.make
     assert isinstance(product, _Product)
-    # with what computed them, which they have not inside of the function
+    # the inputs with their graph, which `forward` does not see
     product.given, product.backend = (x, weight, bias), backend
     return lazy
 
@@ -189,7 +193,7 @@ class _Logits(Function):
         onward = None
         if isinstance(grad, LazyTensor) and not grad.source.changed:
             onward = grad.source.onward
-        # not where somebody hands on the gradient of another call's logits
+        # not for the gradient of another call's logits
         if isinstance(onward, _Onward) and onward.product is ctx.product:
             return *onward(x, weight), None
         flat = grad.flatten(0, -2)
@@ -201,8 +205,8 @@ class _Logits(Function):
 class _Product:
     """Computes the logits of the forward pass later, from its x, weight and bias, without a graph.
 
-    It holds detached tensors: a parameter's `.data` that is assigned later, or its move to another
-    dtype or device, changes nothing here.
+    It holds detached tensors, so that assigning a parameter's `.data` later, or moving it to
+    another dtype or device, changes nothing here.
     """
 
     def __init__(
@@ -215,13 +219,13 @@ class _Product:
         self.before = [Fingerprint.of(one) for one in parts]
         self.reload, self.backend = reload, "torch"
         self.given = x, weight, bias
-        # the backward pass was here, after which other weights may be loaded
+        # whether the backward pass has run, after which the weights may be others
         self.ended = False
-        # operations on each of them are the head's, of which the loss comes
+        # whether a scale or cap of the logits is the head's, on the way to its loss
         self.until_loss = False
 
     def __call__(self) -> Tensor:
-        """Return them."""
+        """Return the logits [..., V]."""
         of_x, *before = self.before
         weights, same = self.weights, of_x.fits(self.x)
         if any(one.untyped_storage().size() == 0 for one in weights):
@@ -235,15 +239,15 @@ class _Product:
             return linear(self.x, *weights)
 
     def as_given(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return x, the weight and the bias with their history; gathered again where FSDP2 gave
-        up their memory.
+        """Return x, the weight and the bias with their graph; gathered again where FSDP2 freed
+        their memory.
 
         Raises:
-            UnsupportedInput: they are not what they were.
+            UnsupportedInput: one of them was changed since.
         """
         held = [self.x, *self.weights]
         if self.reload is not None and any(one.untyped_storage().size() == 0 for one in held[1:]):
-            # on every rank
+            # a collective: every rank calls this
             weight, bias = self.reload()
             weight = weight.to(self.x.dtype)
             bias = None if bias is None else bias.to(self.x.dtype)
@@ -276,8 +280,8 @@ def _too_late() -> UnsupportedInput:
 
 
 def head_scales(logits: LazyTensor, scales: bool) -> None:
-    """Say of what `lazy_logits` returned whether a product with a number, a quotient and a tanh of
-    them are the head's, for a loss that `loss_of` computes: such logits wait like themselves.
+    """Set whether multiplying or dividing the result of `lazy_logits` by a number, or its tanh, is
+    a step of the head before a loss that `loss_of` computes; the results are then lazy too.
     """
     product = logits.source.make
     assert isinstance(product, _Product)
@@ -285,15 +289,15 @@ def head_scales(logits: LazyTensor, scales: bool) -> None:
 
 
 def scaled_from(found: Any, logits: LazyTensor) -> bool:
-    """Whether somebody has what a head made of these lazy logits, unchanged."""
+    """Whether `found` is the unchanged result of a head's steps on these lazy logits."""
     if not isinstance(found, LazyLogits) or found.source.changed:
         return False
     return origin_of(found.source)[0] is logits.source
 
 
 def loss_of(logits: Tensor, targets: Targets, softmax_gradient: SoftmaxGradient) -> Tensor:
-    """Return the sum of the cross entropies, an fp32 scalar, of logits [..., V] that
-    `lazy_logits` returned, or of what steps made of them: see `Elementwise`.
+    """Return the sum of the cross entropies, an fp32 scalar, of logits [..., V] from `lazy_logits`,
+    with or without a head's steps (see `Elementwise`).
     """
     total: Tensor = _CrossEntropy.apply(logits, targets, softmax_gradient)
     return total
@@ -343,7 +347,7 @@ class _CrossEntropy(Function):
 
 
 def _gradient(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of the logits [..., V]."""
+    """Return the gradient of the logits [..., V], given that of the loss, a scalar."""
     has = (targets >= 0)[:, None]
     hot = one_hot(targets.clamp(min=0), logits.shape[-1])
     d_logits = (logits.flatten(0, -2).float().softmax(-1) - hot) * has * grad
@@ -352,12 +356,12 @@ def _gradient(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Onward:
-    """Returns what follows from a gradient of logits.
+    """The gradients that follow from a lazy gradient of logits, without its values.
 
     Attributes:
-        product: what makes the logits.
-        found: of the loss's gradients.
-        grad: of the loss.
+        product: the product that computes the logits.
+        found: the loss's gradients, before `grad`.
+        grad: of the loss, a scalar.
         chosen: see `choose`.
     """
 

@@ -1,5 +1,5 @@
-"""The loss of a chunk of logits, and its gradient: in PyTorch, and in Triton over the logits
-themselves.
+"""The loss of a chunk of logits, and its gradient: in PyTorch, and in Triton, where the gradient
+overwrites the logits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def softmax_gradient(
         scale: factor on the gradient; None: no gradient is wanted.
 
     Returns:
-        [C] in that precision, zero where there is no target; (softmax(logits) - one-hot(target)) *
-        scale [C, V] in the logits' dtype, zero there, too, or None.
+        losses [C], fp32 or fp64; and (softmax(logits) - one-hot(target)) * scale [C, V] in the
+        logits' dtype, or None. Both are zero where there is no target.
     """
     log_softmax = torch.log_softmax(
         logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32)
@@ -44,14 +44,14 @@ def softmax_gradient(
     gradient.scatter_add_(1, column, gradient.new_full(column.shape, -1.0))
     if scale != 1:
         gradient.mul_(scale)
-    # on a GPU, looking would make the host wait
+    # on a GPU, checking the targets would make the host wait
     if not bool(has.all()) if has.device.type == "cpu" else True:
         gradient.mul_(has[:, None])
     return losses.masked_fill(~has, 0), gradient.to(logits.dtype)
 
 
 class Head(NamedTuple):
-    """What a head does with its product: z = after * tanh(before * logits) where `capped`, else
+    """A head's steps after its last layer: z = after * tanh(before * logits) where `capped`, else
     before * logits.
     """
 
@@ -63,8 +63,8 @@ class Head(NamedTuple):
 def triton_softmax_gradient(
     logits: Tensor, targets: Tensor, scale: float | None, head: Head | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the same with two reads and one write of the logits, which must be contiguous: the
-    gradient overwrites them. With a head, the losses of what it makes of them.
+    """`softmax_gradient` in Triton, with two reads and one write of the logits, which must be
+    contiguous: the gradient overwrites them. With a head, the losses are those of its z.
 
     A target outside of the vocabulary gives NaN.
     """

@@ -1,5 +1,5 @@
-"""What is asked of a chunk of logits besides their loss, and the gradient that answers it: in
-PyTorch, and in Triton over the logits themselves.
+"""Log-probabilities, entropies and other statistics of a chunk of logits, and the gradient: in
+PyTorch, and in Triton, where the gradient overwrites the logits.
 
 Of a token's logits x and its temperature T: z = x / T, p = softmax(z), log p of the target, the
 entropy H = -sum p log p. Their gradients are
@@ -39,7 +39,7 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Of tokens [N], fp32, or fp64 where the logits are; None where not wanted.
+    """Statistics of tokens, each [N], fp32, or fp64 where the logits are; None where not wanted.
 
     Attributes:
         log_z: log sum exp z.
@@ -59,7 +59,7 @@ class Statistics:
 
     @classmethod
     def empty(cls, wanted: Wanted, inverse: Tensor) -> Statistics:
-        """Make room for those of tokens like `inverse` [N], in its dtype."""
+        """Allocate statistics of as many tokens as `inverse` [N], in its dtype."""
         rooms = [
             torch.empty_like(inverse) if is_wanted else None
             for is_wanted in (wanted.entropy, wanted.moments, wanted.moments)
@@ -69,7 +69,7 @@ class Statistics:
         return cls(torch.empty_like(inverse), torch.empty_like(inverse), *rooms)
 
     def part(self, tokens: slice) -> Statistics:
-        """Return those of some tokens, in the same memory."""
+        """Return the statistics of some tokens, as views."""
         some = (None if one is None else one[tokens] for one in vars(self).values())
         return Statistics(*some)  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def measured(logits: Tensor, targets: Tensor, inverse: Tensor, wanted: Wanted) -
     return Statistics(
         still.logsumexp(1),
         log_p.gather(1, column)[:, 0].masked_fill(targets < 0, 0),
-        # 0 log 0 is 0, and has no gradient
+        # p log p is 0 at p = 0, and has no gradient there
         -(log_p.exp() * log_p.clamp(min=torch.finfo(wide).min)).sum(1) if wanted.entropy else None,
         still.argmax(1) if wanted.top1 else None,
         (2 * log_p.detach()).logsumexp(1) if wanted.moments else None,
@@ -110,7 +110,7 @@ def measure(logits: Tensor, targets: Tensor, inverse: Tensor, out: Statistics) -
 
     Args:
         logits, targets, inverse: as for `measured`.
-        out: of these tokens.
+        out: the statistics of these tokens, overwritten.
     """
     wanted = Wanted(out.entropy is not None, out.top1 is not None, out.mean_logits is not None)
     found = vars(measured(logits, targets, inverse, wanted))
@@ -128,13 +128,14 @@ def differentiate(
     of_log_probs: Tensor,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits for those of log p and of the entropy.
+    """Return the gradient of the logits, given those of log p and of the entropy.
 
     Args:
         logits: [C, V], may be overwritten.
         targets, inverse: as for `measure`.
-        log_z, entropy: [C], what that gave; the entropy is read where it has a gradient.
-        of_log_probs, of_entropy: the gradients, [C] in the statistics' dtype.
+        log_z, entropy: [C], from `measure`; the entropy is only read if `of_entropy` is given.
+        of_log_probs, of_entropy: the gradients of log p and of the entropy, [C] in the statistics'
+            dtype.
 
     Returns:
         [C, V] in the logits' dtype, zero where there is no target.
@@ -152,7 +153,7 @@ def differentiate(
 
 
 def triton_measure(logits: Tensor, targets: Tensor, inverse: Tensor, out: Statistics) -> None:
-    """Do the same in one read; the logits' rows have no gaps.
+    """`measure` in Triton, in one read of the logits, whose rows have no gaps.
 
     A target that is no word gives NaN.
     """
@@ -184,7 +185,7 @@ def triton_differentiate(
     of_log_probs: Tensor,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """Do the same in one read and a write, in the place of the logits."""
+    """`differentiate` in Triton, in one read and one write: the gradient overwrites the logits."""
     from hf_packfree.ops.loss.triton_kernels import token_gradient
 
     tokens, words = logits.shape

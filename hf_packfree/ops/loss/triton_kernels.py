@@ -1,5 +1,5 @@
-"""Triton kernels of the cross entropy, and of log-probabilities and entropies: one program a token,
-or a block of its logits.
+"""Triton kernels of the cross entropy, and of log-probabilities and entropies: one program per
+token, or per block of its logits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x):
-    """Within 6e-8, as tanh |x| = (1 - exp(-2|x|)) / (1 + exp(-2|x|)), which does not overflow."""
+    """tanh x within 6e-8, by tanh |x| = (1 - exp(-2|x|)) / (1 + exp(-2|x|)), which does not
+    overflow.
+    """
     shrunk = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - shrunk) / (1.0 + shrunk)
     return tl.where(x < 0, -size, size)
@@ -49,9 +51,9 @@ def softmax_gradient(
     """losses [C] = logsumexp(z) - z[target], where z is what `_through_head` makes of logits
     [C, V]; these become (softmax(z) - one-hot) * scale * dz / dlogits where GRADIENT.
 
-    Maximum and sum come from one pass (Milakov and Gimelshein, arXiv:1805.02867), per place of a
-    block first. The second pass runs backwards, because the end of a row is still in the cache.
-    Grid: C tokens.
+    Maximum and sum come from one pass (Milakov and Gimelshein, arXiv:1805.02867), first for each
+    place of a block, then over these. The second pass runs backwards, because the end of a row is
+    still in the cache. Grid: C tokens.
     """
     dtype: tl.constexpr = logits.dtype.element_ty
     row = tl.program_id(0)
@@ -110,10 +112,11 @@ def token_statistics(
     MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Statistics [C] of z [C, V] = logits * inverse, from one pass, per place of a block first.
+    """Statistics [C] of z [C, V] = logits * inverse, from one pass, first for each place of a
+    block, then over these.
 
     m_i is the maximum so far, acc = sum exp(z - m_i), drop = sum exp(z - m_i) (z - m_i): the
-    entropy is log(acc) - drop / acc, and has not the rounding of z. Grid: C tokens.
+    entropy is log(acc) - drop / acc, which does not cancel numbers of z's size. Grid: C tokens.
     """
     row = tl.program_id(0)
     factor = tl.load(inverse + row)

@@ -50,18 +50,18 @@ def ssd(
 
     Args:
         x: [1, T, H, P], any floating dtype, any strides.
-        dt: [1, T, H], the steps, at least 0: after the bias, softplus and limits.
-        A: [H], below 0, what a step of one decays by, as a logarithm.
+        dt: [1, T, H], the time steps, at least 0, with bias, softplus and limits applied.
+        A: [H], below 0, the log decay per unit of dt.
         B, C: [1, T, G, N], H a multiple of G; head j writes with B and reads with C of group
             j // (H // G).
-        D: [H], what of x goes past the state.
+        D: [H], the weight of the skip connection from x.
         packed: the documents of the row.
         backend: a name in `OP.backends`.
 
     Returns:
-        [1, T, H, P] in x's dtype. In torch on the CPU it is always batch-invariant, and each
-        document's values are, bit for bit, those of the document alone. "mamba_ssm" cuts the row
-        into chunks, not its documents, which rounds otherwise in another row.
+        [1, T, H, P] in x's dtype. "torch" on the CPU is always batch-invariant, and each document's
+        values are, bit for bit, those of the document alone. "mamba_ssm" cuts the row, not its
+        documents, into chunks, so its rounding depends on the row.
 
     Raises:
         BackendUnavailable: no backend has that name, or it cannot take a row of this size.

@@ -20,10 +20,10 @@ from hf_packfree.versions import FLA_BACKWARD_WRONG_ON_HOPPER, VERSIONS
 
 
 def unusable(target: Target) -> str | None:
-    """Return why it cannot run at `target`, or None."""
+    """Return why FLA's kernels cannot run SSD at `target`, or None."""
     if (reason := needs_fla(target)) is not None:
         return reason
-    # FLA hands TileLang no states in fp32, which is what this backward has
+    # FLA does not hand fp32 states, which this backward has, to TileLang's kernels
     if (reason := refuses_on_hopper(target)) is not None:
         newer = f"'triton>={FLA_BACKWARD_WRONG_ON_HOPPER[1]}' with a torch that takes it"
         return f"{reason}, with tilelang, too; {VERSIONS['mamba-ssm'].install}, or {newer}"

@@ -1,4 +1,4 @@
-"""The Triton kernels of mamba-ssm, with seq_idx; they need none of what that package compiles."""
+"""The Triton kernels of mamba-ssm, with seq_idx; they do not need the package's CUDA extensions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.versions import VERSIONS
 
 _CHUNK = 256
-"""Tokens of a chunk, of which the row has whole ones: what its authors tuned the kernels for."""
+"""Tokens of a chunk, counted from the row's start; mamba-ssm's authors tuned the kernels for this
+size.
+"""
 _OFFSETS = 2**31
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COMPILED = "selective_scan_cuda"
-"""Mamba-1's scan: importing the package asks for it, its Triton kernels do not."""
+"""The CUDA extension of Mamba-1's scan: the package imports it, its Triton kernels do not need
+it.
+"""
 
 
 def unusable(target: Target) -> str | None:
-    """Return why it cannot run at `target`, or None."""
+    """Return why mamba-ssm's kernels cannot run at `target`, or None."""
     if (reason := needs_triton(target)) is not None:
         return reason
     if target.dtype not in _DTYPES:
@@ -39,7 +43,9 @@ def unusable(target: Target) -> str | None:
 
 @cache
 def _broken() -> str | None:
-    """Return why importing its kernel raises, or None; see `hf_packfree.ops.backend.broken`."""
+    """Return why importing mamba-ssm's kernel raises, or None; see
+    `hf_packfree.ops.backend.broken`.
+    """
     try:
         _kernel()
     except Exception as error:
@@ -56,8 +62,8 @@ def ssd(
     """See `hf_packfree.ops.ssd.ssd`.
 
     Raises:
-        BackendUnavailable: an offset in the row is beyond what int32 counts, which the kernels
-            compute with.
+        BackendUnavailable: the row is so long that an offset overflows int32, which the kernels
+            count in.
     """
     _check_offsets(x, B, C)
     out: Tensor = _kernel()(x, dt, A, B, C, _CHUNK, D=D, seq_idx=packed.seq_idx)
@@ -67,7 +73,7 @@ def ssd(
 def _check_offsets(x: Tensor, B: Tensor, C: Tensor) -> None:
     tokens, (heads, size), state = x.shape[1], x.shape[2:], B.shape[3]
     rows = tokens * max(heads * size, *(part.stride(1) for part in (x, B, C)))
-    # one state for each chunk and head, and the products within chunks
+    # the largest tensors: a state for each chunk and head, and the products within chunks
     chunks = -(-tokens // _CHUNK) * max(heads * size * state, B.shape[2] * _CHUNK**2)
     if max(rows, chunks) >= _OFFSETS:
         raise BackendUnavailable(
@@ -79,7 +85,9 @@ def _check_offsets(x: Tensor, B: Tensor, C: Tensor) -> None:
 
 @cache
 def _kernel() -> Any:
-    """Import it; a package built without its compiled part gets an empty one while it is read."""
+    """Import mamba-ssm's function; where the package was built without its CUDA extension, an empty
+    module stands in for that during the import.
+    """
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ModuleNotFoundError as error:

@@ -63,7 +63,7 @@ def with_states(
 
 
 class _GatedDeltaRule(Function):
-    """Returns the output, and the states that documents leave where they begin with some."""
+    """Returns the output, and the final states where there are initial states."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ class _GatedDeltaRule(Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(q, k, v, g, beta, initial_state)
         ctx.size, ctx.packed, ctx.qk_l2norm = size, packed, qk_l2norm
-        # it would round the products to half precision
+        # autocast would round the products to half precision
         with torch.autocast(q.device.type, enabled=False):
             return forward_pass(
                 (q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm, initial_state
@@ -113,8 +113,8 @@ def _backward(
 
 
 class TorchScans:
-    """What segments need to be walked side by side, by way of the whole passes; see
-    `hf_packfree.ops.delta_rule.segments`.
+    """`hf_packfree.ops.delta_rule.segments.Scans` in PyTorch, by the forward and backward passes
+    over all segments.
     """
 
     def prepare(
@@ -124,7 +124,9 @@ class TorchScans:
         return q, k, v, g, beta
 
     def summarize(self, saved: Saved, segments: Segments) -> tuple[Tensor, Tensor]:
-        """The transition is what values of zero leave of the identity."""
+        """B is the final state from zero; M is the final state from the identity with values of
+        zero.
+        """
         q, k, v, g, beta = saved
         zero = _states(saved, segments)
         identity = torch.eye(k.shape[-1], dtype=zero.dtype, device=k.device).expand(
@@ -147,7 +149,9 @@ class TorchScans:
         return out, final
 
     def summarize_gradient(self, saved: Saved, d_out: Tensor, segments: Segments) -> Tensor:
-        """Run the backward pass from no gradient."""
+        """Run the backward pass with zero as the gradient of the final states: that of the initial
+        states is C.
+        """
         zero = _states(saved, segments)
         return self.walk_back(saved, zero, d_out, zero, segments)[-1]
 
@@ -169,7 +173,7 @@ class TorchScans:
 
 
 def _states(saved: Saved, segments: Segments) -> Tensor:
-    """Zero for every segment."""
+    """Return zero states for every segment."""
     q, _, v, *_ = saved
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return v.new_zeros(

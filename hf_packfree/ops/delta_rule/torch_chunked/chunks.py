@@ -1,5 +1,5 @@
-"""What a chunk needs before any state is known: unit keys and queries, decays, and the triangular
-system.
+"""The parts of a chunk that do not depend on a state: unit keys and queries, decays, and the
+triangular system.
 
 Notation of one chunk and value head, tokens i and j of the chunk (Yang et al., arXiv:2412.06464 and
 2406.06484):
@@ -35,8 +35,8 @@ class Units(NamedTuple):
 
     Attributes:
         x: [R, C, K].
-        norm: what the raw ones were multiplied by: [R, C, 1], or a number where they came with norm
-            1.
+        norm: the factor from raw keys or queries to x: [R, C, 1], or a number where they came with
+            norm 1.
         products: [R, C, C], x_i.k_j with k the unit keys.
     """
 
@@ -61,8 +61,8 @@ class Gates(NamedTuple):
 
 
 def make_keys(k: Tensor, qk_l2norm: bool, space: Scratch, tag: str) -> Units:
-    """Normalise k [R, C, K], in place, where `qk_l2norm`, and multiply it out; `tag` names the
-    buffer.
+    """Normalise k [R, C, K], in place, where `qk_l2norm`, and compute its products k_i.k_j; `tag`
+    names the buffer.
     """
     norm = normalise(k, 1.0, space) if qk_l2norm else 1.0
     return Units(k, norm, torch.bmm(k, k.mT, out=space(f"kk{tag}", *k.shape[:2], k.shape[1])))

@@ -21,8 +21,8 @@ from hf_packfree.ops.delta_rule.torch_chunked.chunks import Gates, Units, times
 
 
 class KeyGradients(NamedTuple):
-    """Sums over the value heads: of the unit keys and queries, and of their products with the
-    keys.
+    """Gradients of the unit keys and queries, and of their products with the keys, summed over the
+    value heads.
     """
 
     k: Tensor
@@ -44,7 +44,8 @@ def finish_values(
     v: Tensor,
     space: Scratch,
 ) -> tuple[KeyGradients, tuple[Tensor, Tensor, Tensor]]:
-    """Finish what concerns the value heads.
+    """Compute the gradients of v, g and beta, and those of keys and queries summed over the value
+    heads.
 
     Args:
         update, output: overwritten by `scan_gradients` with their gradients.
@@ -55,7 +56,8 @@ def finish_values(
         v: [RG, C, V], overwritten.
 
     Returns:
-        What `finish_keys` needs, and the gradients of v [RG, C, V], g [RG, C] and beta [RG, C].
+        The `KeyGradients` for `finish_keys`, and the gradients of v [RG, C, V], g [RG, C] and beta
+        [RG, C].
     """
     shapes = {"d_k": keys.x, "d_q": queries.x, "d_kk": keys.products, "d_qk": queries.products}
     total = KeyGradients(*(space.like(name, x).zero_() for name, x in shapes.items()))
@@ -68,7 +70,8 @@ def finish_values(
     local.mul_(minus_beta)
     own = torch.bmm(d_out, new.mT, out=own).mul_(gates.pairs)
     _add_heads(total.qk, own)
-    # the diagonal is exp(G_i - G_i): what its row and its column get cancels, but for the rounding
+    # the diagonal, exp(G_i - G_i) = 1, adds the same to row i and to column i; taken out, since
+    # their difference is only rounding
     local.add_(_no_diagonal(times(queries.products, own, space, "own")))
 
     scale = gates.decay * minus_beta

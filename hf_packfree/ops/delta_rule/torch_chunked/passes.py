@@ -1,10 +1,9 @@
-"""The forward and the backward pass: what is read when, block of heads by block and window by
-window.
+"""The forward and the backward pass, one block of heads and one window of chunks at a time.
 
 A block is a few key heads with the value heads that read them, a window a few time steps. On the
-CPU both are small: what is computed from a window stays in the cache, and what the backward pass
-keeps of a block takes little fresh memory, whose page faults cost time. Elsewhere a block holds as
-many value heads as there are key heads.
+CPU both are small: the intermediates of a window stay in the cache, and the backward pass takes
+little fresh memory for a block, whose page faults cost time. Elsewhere a block holds as many value
+heads as there are key heads.
 
 Shapes: T tokens, H key heads, HV value heads, K and V head sizes. More, and formulas: see
 `chunks.py`.
@@ -58,10 +57,10 @@ class Block(NamedTuple):
 
 
 class States(NamedTuple):
-    """What documents begin with, or the gradient of what they end with.
+    """The initial states of documents, or the gradients of their final states.
 
     Attributes:
-        given: [N, HV, K, V], one for each document.
+        given: [N, HV, K, V], in the order of the documents.
         order: int64 [N], the document that each row of the scan's states belongs to, see
             `layout.py`.
     """
@@ -70,7 +69,7 @@ class States(NamedTuple):
     order: Tensor
 
     def rows(self, block: Block, name: str, space: Scratch) -> Tensor:
-        """Return those of a block as the buffer `name`, [N x heads, K, V]."""
+        """Return a block's states as the buffer `name`, [N x heads, K, V]."""
         mine = self.given.index_select(0, self.order)[:, block.values].flatten(0, 1)
         return space.like(name, mine).copy_(mine)
 
@@ -86,7 +85,7 @@ class States(NamedTuple):
 
 
 class WindowChunks(NamedTuple):
-    """What the chunks of one window need before any state is known, values apart."""
+    """The parts of one window's chunks that do not depend on a state, without the values."""
 
     keys: Units
     gates: Gates
@@ -94,8 +93,8 @@ class WindowChunks(NamedTuple):
 
 
 class ChunkStates(NamedTuple):
-    """What the backward pass keeps of a block: the state before every chunk, the new values, and
-    each window's part.
+    """Intermediates of a block that the backward pass recomputes: the state before every chunk, the
+    new values, and each window's `WindowChunks`.
     """
 
     states: Tensor
@@ -114,14 +113,14 @@ class Source:
         qk_l2norm: bool,
         states: bool = False,
     ) -> None:
-        """Take the inputs as they are.
+        """Keep the inputs, unprepared.
 
         Args:
             inputs: q, k [T, H, K], v [T, HV, V], g, beta [T, HV].
             size: K before it was widened.
             packed, qk_l2norm: see `hf_packfree.ops.delta_rule.gated_delta_rule`.
-            states: somebody reads the state after the last chunk, into which its padding may
-                neither decay nor write.
+            states: the final states are read, so padding in the last chunk may neither decay nor
+                write to them.
         """
         self.qk_l2norm, self.states = qk_l2norm, states
         self.q, self.k, self.v, self.g, self.beta = (TokenReader(x) for x in inputs)
@@ -130,8 +129,8 @@ class Source:
         self.space = scratch_for(packed, inputs[0].device, dtype)
 
     def local(self, block: Block, window: Window, tag: str = "") -> WindowChunks:
-        """Prepare keys, decays and triangular systems; `tag` names buffers, written anew where
-        it comes again.
+        """Prepare keys, decays and triangular systems; `tag` names the buffers, which a later call
+        with the same tag overwrites.
         """
         space = self.space
         keys = make_keys(
@@ -167,8 +166,8 @@ def forward_pass(
     qk_l2norm: bool,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`; and from `initial_state` [N,
-    HV, K, V] the final one.
+    """Compute o [1, T, HV, V] from q, k, v, g, beta, see `Source`; and, given `initial_state` [N,
+    HV, K, V], the final states.
     """
     source, out = (
         Source(inputs, size, packed, qk_l2norm, initial_state is not None),
@@ -244,7 +243,9 @@ def _states(
 def _retrace(
     source: Source, block: Block, windows: Sequence[Window], given: States | None
 ) -> ChunkStates:
-    """Run the forward scan once more, and keep its states, and what else no state goes into."""
+    """Run the forward scan again; keep the states before each chunk, and everything that does not
+    depend on a state.
+    """
     space, key_size, value_size = source.space, source.k.table.shape[1], source.v.table.shape[1]
     rows, chunk = (
         (windows[-1].first + windows[-1].num_chunks) * block.size,
@@ -268,8 +269,8 @@ def _retrace(
 
 
 class BackwardTensors(NamedTuple):
-    """What the backward pass reads and writes: inputs, the gradient of the output, those of the
-    inputs, and states.
+    """The tensors that the backward pass reads and writes: inputs, the gradient of the output, the
+    gradients of the inputs, and states.
     """
 
     source: Source
@@ -282,8 +283,8 @@ class BackwardTensors(NamedTuple):
 def _reverse(
     tensors: BackwardTensors, block: Block, windows: Sequence[Window], chunk_states: ChunkStates
 ) -> Tensor:
-    """Run the gradient from the last window to the first; return that of the state before it, [N
-    x heads, K, V].
+    """Run the gradient from the last window to the first; return the gradient of the initial
+    states, [N x heads, K, V].
     """
     source, (d_q, d_k, *d_values) = tensors.source, tensors.writers
     space = source.space
@@ -322,7 +323,7 @@ def _reverse(
 def _plan(
     inputs: Sequence[Tensor], packed: PackedSequence
 ) -> tuple[list[Block], tuple[Window, ...]]:
-    """Cut into blocks of value heads and windows of time steps, small ones on the CPU."""
+    """Cut the heads into blocks and the time steps into windows, small ones on the CPU."""
     key_heads, groups = inputs[0].shape[1], inputs[2].shape[1] // inputs[0].shape[1]
     heads, rows, chunk = _HEADS, _ROWS, _CHUNK_ON_CPU
     if inputs[0].device.type != "cpu":

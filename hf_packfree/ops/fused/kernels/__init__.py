@@ -1,3 +1,3 @@
-"""The Triton kernels of the small ops; importing one needs triton, so only host code that is
-about to launch it does.
+"""The Triton kernels of the small ops; importing one needs triton, so host code imports a kernel
+where it launches it.
 """

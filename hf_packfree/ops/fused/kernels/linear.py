@@ -1,5 +1,5 @@
-"""Triton kernels around matrix products: narrow ones, whose sums are one program's in one order
-however many rows there are; partial sums added up.
+"""Triton kernels of narrow matrix products, where one program adds a sum in the same order for any
+number of rows, and of adding up partial sums.
 """
 
 from __future__ import annotations

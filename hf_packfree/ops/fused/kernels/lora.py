@@ -1,5 +1,5 @@
-"""Triton kernels of LoRA's adapters: fp32 taken apart into numbers of half precision, both
-gradients that read an output's gradient, and partial sums added up.
+"""Triton kernels of LoRA's adapters: fp32 split into three numbers of half precision, the gradients
+of h and B, which both read d_out, and sums of partial sums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _parts(a, dtype: tl.constexpr):
-    """The high, middle and low part of fp32 numbers, whose sum they are."""
+    """Split fp32 numbers into a high, a middle and a low part in `dtype`, which add up to them."""
     high = a.to(dtype)
     rest = a - high.to(tl.float32)
     middle = rest.to(dtype)
@@ -19,7 +19,7 @@ def _parts(a, dtype: tl.constexpr):
 
 @triton.jit
 def _of_layer(number, first, second, third, fourth):
-    """What belongs to one of up to four layers."""
+    """The argument of layer `number`, of up to four layers."""
     of_last = tl.where(number == 2, third, fourth)
     return tl.where(number == 0, first, tl.where(number == 1, second, of_last))
 
@@ -91,11 +91,10 @@ def lora_gradients(
     """Per block of a layer's outputs d_h [blocks, T, r] = d_out B, per program d_B
     [programs, all F, r] = d_out^T h, in fp32.
 
-    Up to four layers, of which those that are not there have no outputs. d_out [T, F], rows
-    `stride` apart, is read once. B [F, r] is multiplied as it is, or as its three parts where PARTS
-    is 4, of which one is zero; h [T, r] of a layer, `h_columns` from the next one's, too, or as the
-    sum of PAIRS neighbours [T, 2, r]. Grid: blocks of OUTPUTS of all layers, programs of `steps`
-    blocks of ROWS.
+    Up to four layers; missing ones have 0 outputs. d_out [T, F], rows `stride` apart, is read once.
+    B [F, r] is multiplied whole, or where PARTS is 4 as its three parts and a zero one; h [T, r] of
+    a layer, `h_columns` from the next layer's, whole, or as the sum of PAIRS neighbours [T, 2, r].
+    Grid: blocks of OUTPUTS of all layers, programs of `steps` blocks of ROWS.
     """
     block, program = tl.program_id(0), tl.program_id(1)
     end0 = tl.cdiv(outputs0, OUTPUTS)
@@ -166,7 +165,7 @@ def add_blocks(
     BLOCK: tl.constexpr,
 ):
     """out [T, n r] = scale times the sum of each layer's blocks in wide [blocks, T, r], which end
-    before `end`; where PAIRED, [T, n 3 r] = [h1, h1, h2] of it.
+    before `end`; where PAIRED, [T, n 3 r], that sum split as [h1, h1, h2].
 
     out_stride: how many elements a token of `out` is from the next. Grid: blocks of a layer's sums,
     layers.

@@ -73,8 +73,8 @@ def add_norm_backward(
     """d_x [R, D] = the norm's gradient, plus d_total where ADDS; per program d_weight and d_bias
     [programs, D] unless None.
 
-    CENTERED: it is a layer norm. PREFETCH: how many rows ahead are loaded. Rows of d_total and d_x
-    are their strides apart.
+    CENTERED: a layer norm instead of an RMS norm. PREFETCH: how many rows ahead are loaded. Rows of
+    d_total and d_x are their strides apart.
     """
     d = tl.arange(0, WIDTH)
     w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
@@ -82,13 +82,13 @@ def add_norm_backward(
     acc, acc_bias = tl.zeros([WIDTH], dtype=tl.float32), tl.zeros([WIDTH], dtype=tl.float32)
     for i in tl.range(rows_per_program, num_stages=PREFETCH + 1):
         row = tl.program_id(0).to(tl.int64) * rows_per_program + i
-        # `!= 0` changes nothing: Triton's interpreter keeps a block combined with a scalar as
-        # int32, and a mask has to be bool.
+        # `!= 0` only casts: Triton's interpreter keeps a block combined with a scalar as int32, and
+        # a mask has to be bool.
         mask, offset = ((row < rows) & (d < size)) != 0, row * size + d
         a = tl.load(total + offset, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(d_normed + offset, mask=mask, other=0.0).to(tl.float32)
         d_a = tl.zeros([WIDTH], dtype=tl.float32)
-        # loaded before the sums, whose barriers would hold it up
+        # loaded before the sums, whose barriers would delay the load
         if ADDS:
             d_a = tl.load(d_total + row * d_total_stride + d, mask=mask, other=0.0).to(tl.float32)
         if CENTERED:

@@ -1,8 +1,8 @@
-"""Triton kernels of rotary embeddings, with and without an RMS norm before: one pass each way, fp32
+"""Triton kernels of rotary embeddings, after an RMS norm or without one: one pass each way, fp32
 inside, one rounding.
 
-With the norm, a program is one warp and works on one head at a time: sums over channels never leave
-it. Without, it works on all heads of a token. Either reads a token's angles once.
+With the norm, a program is one warp and works on one head at a time, so that sums over channels
+stay in the warp. Without, it works on all heads of a token. Both read a token's angles once.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def _rotate(source, target, c, s, h, d, other, mask, SIZE: tl.constexpr):
 
 @triton.jit
 def _angles(cos, sin, t, d, SIZE: tl.constexpr):
-    """Cosine and signed sine of token t: by what each channel, and its partner, is rotated."""
+    """Cosine and signed sine of token t for each channel: the factors of the channel and of its
+    partner.
+    """
     c = tl.load(cos + t * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
     s = tl.load(sin + t * SIZE + d, mask=d < SIZE, other=0.0).to(tl.float32)
     return c, tl.where(d < SIZE // 2, -s, s)

@@ -55,7 +55,7 @@ class _KDA(Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, g, beta)
         ctx.size, ctx.packed, ctx.qk_l2norm = size, packed, qk_l2norm
-        # it would round the products to half precision
+        # autocast would round the products to half precision
         with torch.autocast(q.device.type, enabled=False):
             return forward_pass((q[0], k[0], v[0], g[0], beta[0]), size, packed, qk_l2norm)
 

@@ -1,4 +1,4 @@
-"""What a chunk needs before any state is known, and the gradients of it.
+"""The parts of a chunk that do not depend on a state, and their gradients.
 
 Notation of one chunk and head, tokens i and j of the chunk, channels c of a key (Kimi Linear,
 arXiv:2510.26692; the letters are those of the gated delta rule, `ops/delta_rule/torch_chunked`,
@@ -33,8 +33,8 @@ from hf_packfree.ops.kda.torch_chunked.products import (
 
 
 class Unit(NamedTuple):
-    """Unit keys or scaled unit queries: `x` [R, C, K], and the `norm` that the raw ones were
-    multiplied by, [R, C, 1], or a number where they came with norm 1.
+    """Unit keys or scaled unit queries: `x` [R, C, K], and the factor `norm` from the raw ones to
+    x, [R, C, 1], or a number where they came with norm 1.
     """
 
     x: Tensor
@@ -58,7 +58,7 @@ class Gates(NamedTuple):
 
 
 class WindowChunks(NamedTuple):
-    """All of a window's chunks but queries and values.
+    """The parts of a window's chunks that do not depend on a state, without queries and values.
 
     Attributes:
         k, gates: see above.
@@ -82,7 +82,7 @@ def make_unit(x: Tensor, scale: float, qk_l2norm: bool, space: Scratch) -> Unit:
 
 
 def make_gates(g: Tensor, beta: Tensor, space: Scratch, tag: str) -> Gates:
-    """Exponentiate; `tag` names the buffers.
+    """Exponentiate the log decays g [R, C, K]; beta [R, C, 1]; `tag` names the buffers.
 
     G_C - G_i is summed from the decays after i: subtracting cumulative sums would lose what little
     decay there is after a strong one.
@@ -95,7 +95,9 @@ def make_gates(g: Tensor, beta: Tensor, space: Scratch, tag: str) -> Gates:
 
 
 def make_local(q: Unit, k: Unit, gates: Gates, space: Scratch, tag: str) -> WindowChunks:
-    """Multiply keys and queries out and invert the triangular system; `tag` names the buffers."""
+    """Compute the decayed products L and P and invert the triangular system; `tag` names the
+    buffers.
+    """
     rows, chunk, _ = k.x.shape
     products, attend, solve = (
         space(f"{name}{tag}", rows, chunk, chunk) for name in ("kk", "attend", "solve")
@@ -135,11 +137,12 @@ def finish(
     """Return the gradients of the raw q, k, v, g, beta; z, v, and the gradients in `update` and
     `output`, are overwritten.
 
-    With Z = X^T dN the chunk's own terms are dP = dO N^T and dL = -beta Z N^T. G_i gets, channel by
-    channel, what it scales times the gradient of that, and loses the same as a column.
+    With Z = X^T dN the chunk's own terms are dP = dO N^T and dL = -beta Z N^T. The gradient of G_i
+    adds, channel by channel, each product that exp(G_i) scales times its gradient, and subtracts
+    each that exp(-G_i) scales times its gradient.
 
     Args:
-        update, output: as `scan_gradients` left them: their reads and writes are gradients.
+        update, output: as `scan_gradients` left them: `read` and `write` hold their gradients.
         new, z: [R, C, V], N and Z.
         d_out: [R, C, V].
         kept: [R, K, 1], the gradient of G_C through exp(G_C) S.
@@ -154,7 +157,7 @@ def finish(
     d_outs = d_products.mul_(-beta), d_attend
     decayed_products_backward(g, k, (k, q.x), d_outs, d_k, (d_row, d_q), space)
 
-    # of the factors of the state, without what they are multiplied by
+    # from the gradients of the state's factors to those of keys and queries: times the decays
     read = update.read.mul_(decay)
     d_q.addcmul_(output.read, decay)
     d_row.addcmul_(read, -beta)
@@ -167,7 +170,7 @@ def finish(
     d_decay[:, -1].add_(wrote.sum(1)).add_(kept[..., 0])
     d_g = d_decay.flip(1).cumsum(1).flip(1)
 
-    # a token reads what it wrote itself, without any decay
+    # the diagonal of P: a token reads its own write without decay
     along = d_attend.diagonal(dim1=1, dim2=2)[..., None]
     d_k.add_(d_row).add_(write).addcmul_(along, q.x)
     d_q.addcmul_(along, k)

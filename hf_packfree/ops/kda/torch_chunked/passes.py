@@ -1,9 +1,8 @@
-"""The forward and the backward pass: what is read when, block of heads by block and window by
-window.
+"""The forward and the backward pass, one block of heads and one window of chunks at a time.
 
-A window is a few time steps. On the CPU blocks and windows are small: what is computed from a
-window stays in the cache, and what the backward pass keeps of a block takes little fresh memory,
-whose page faults cost time.
+A window is a few time steps. On the CPU blocks and windows are small: the intermediates of a window
+stay in the cache, and the backward pass takes little fresh memory for a block, whose page faults
+cost time.
 
 Shapes: T tokens, H heads, K and V head sizes. More, and formulas: see `chunks.py`.
 """
@@ -40,8 +39,8 @@ _ROWS = 256
 
 
 class ChunkStates(NamedTuple):
-    """What the backward pass keeps of a block: the state before every chunk, the new values, and
-    what was prepared for each window.
+    """Intermediates of a block that the backward pass recomputes: the state before every chunk, the
+    new values, and each window's queries and `WindowChunks`.
     """
 
     states: Tensor
@@ -55,7 +54,7 @@ class Source:
     def __init__(
         self, inputs: Sequence[Tensor], size: int, packed: PackedSequence, qk_l2norm: bool
     ) -> None:
-        """Take the inputs as they are.
+        """Keep the inputs, unprepared.
 
         Args:
             inputs: q, k [T, H, K], v [T, H, V], g [T, H, K], beta [T, H].
@@ -73,8 +72,8 @@ class Source:
         return make_unit(q, self.size**-0.5, self.qk_l2norm, self.space)
 
     def local(self, q: Unit, heads: slice, window: Window, tag: str = "") -> WindowChunks:
-        """Prepare keys, decays, products and triangular systems; `tag` names buffers, written
-        anew where it comes again.
+        """Prepare keys, decays, products and triangular systems; `tag` names the buffers, which a
+        later call with the same tag overwrites.
         """
         k, g, beta = (
             reader.read(heads, window, f"{name}{tag}", self.space)
@@ -155,7 +154,7 @@ def _reverse(
     windows: Sequence[Window],
     chunk_states: ChunkStates,
 ) -> None:
-    """Run the gradient from the last window to the first, and write it."""
+    """Run the gradient from the last window to the first, and write it to `writers`."""
     space, count = source.space, heads.stop - heads.start
     first = chunk_states.states[: windows[0].steps[0].docs * count]
     product, d_state = space.like("product", first), space.like("d_state", first).zero_()
@@ -177,7 +176,7 @@ def _reverse(
 def _plan(
     inputs: Sequence[Tensor], packed: PackedSequence
 ) -> tuple[list[slice], tuple[Window, ...]]:
-    """Cut into blocks of heads and windows of time steps, small ones on the CPU."""
+    """Cut the heads into blocks and the time steps into windows, small ones on the CPU."""
     heads, on_cpu = inputs[0].shape[1], inputs[0].device.type == "cpu"
     size = min(heads, _HEADS) if on_cpu else heads
     blocks = [slice(first, min(first + size, heads)) for first in range(0, heads, size)]

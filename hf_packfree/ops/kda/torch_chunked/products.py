@@ -1,4 +1,4 @@
-"""Products of rows of a chunk under a decay of their own for every channel.
+"""Products of the rows of a chunk, where every channel has its own decay.
 
     B_ij = sum over c of x_ic k_jc exp(G_ic - G_jc)    for j < i, else 0
 
@@ -68,8 +68,8 @@ def decayed_products_backward(
 ) -> None:
     """Write the gradients of k to `d_k` and of each x to its `d_x`, [R, C, K].
 
-    The gradient of g needs no products: G_i gets x_i . d_x_i channel by channel, and G_j loses
-    k_j . d_k_j.
+    The gradient of G needs no further products: channel by channel, it is x_i d_x_i summed over the
+    xs, less k_i d_k_i.
 
     Args:
         g, k, xs: as above.

@@ -45,7 +45,7 @@ class _SSD(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, dt, A, B, C, D)
         ctx.packed = packed
-        # it would round the products to half precision
+        # autocast would round the products to half precision
         with torch.autocast(x.device.type, enabled=False):
             return forward_pass(x[0], dt[0], A, B[0], C[0], D, packed)
 

@@ -1,5 +1,5 @@
-"""The chunks of a window: what they need before any state is known, the scan over time steps, and
-their outputs.
+"""The chunks of a window: the parts that do not depend on a state, the scan over time steps, and
+the outputs.
 
 Notation of one chunk and head, tokens i and j of the chunk (Dao & Gu, arXiv:2405.21060, section 6):
 
@@ -30,13 +30,13 @@ from hf_packfree.ops.chunked.scratch import Scratch
 
 
 class Chunks(NamedTuple):
-    """What is known of a window's chunks before any state is.
+    """The parts of a window's chunks that do not depend on a state.
 
     Attributes:
         heads: h.
         u: [R, C, P].
         dt: [R, C, 1].
-        decays: of R rows.
+        decays: decay factors of the R rows.
         B, C: [M, C, N].
         products: [M, C, C], C_i.B_j.
     """
@@ -83,8 +83,8 @@ class Chunks(NamedTuple):
 
 
 def opened(steps: tuple[Step, ...]) -> int:
-    """Return how many chunks of a window, its first ones, open their document: no state is before
-    them.
+    """Return how many chunks of a window are the first of their document, before which there is no
+    state; they come first in the window.
     """
     return steps[0].docs if steps[0].opens else 0
 
@@ -92,11 +92,12 @@ def opened(steps: tuple[Step, ...]) -> int:
 def read_states(
     chunks: Chunks, steps: tuple[Step, ...], state: Tensor, space: Scratch
 ) -> Tensor | None:
-    """Carry the state over the window's chunks and read it in each.
+    """Carry the state over the window's chunks, and return what each chunk reads of it.
 
     Args:
         steps: the window's.
-        state: [documents, N, h P], the state before the first of `steps`; left as after the last.
+        state: [documents, N, h P], the state before the first of `steps`; overwritten with the
+            state after the last.
 
     Returns:
         C S [M - m, C, h P] of all chunks but the m that open a document; None where those are all.
@@ -152,8 +153,8 @@ def outputs(chunks: Chunks, read: Tensor | None, x: Tensor, D: Tensor, space: Sc
 
 
 def by_step(steps: tuple[Step, ...], *parts: Tensor) -> Iterator[tuple[Step, list[Tensor], int]]:
-    """Yield each step with its part [docs, ...] of what a window holds [M, ...], and how many
-    chunks are before it.
+    """Yield each step, its slices [docs, ...] of the window's tensors `parts` [M, ...], and the
+    number of chunks before it.
     """
     at = 0
     for step in steps:

@@ -7,9 +7,9 @@ With dP = dy u^T * exp(G_i - G_j) and dS' the gradient of the state after the ch
     dB = d(C B^T)^T C + (exp(G_C - G) u) dS'^T,   dC = d(C B^T) B + (exp(G) dy) S^T
     dS = exp(G_C) dS' + C^T (exp(G) dy)
 
-A cumulative log decay G_i scales row i of P and what is read of S, and its inverse scales column i
-and what is written to S', so that dG_i is what the former two add to the output's gradient less
-what the latter two do. Notation in `chunks.py`.
+exp(G_i) scales row i of P and token i's read of S, and exp(-G_i) scales column i of P and token i's
+write to S'. So dG_i is the sum of the former two times their gradients, less that of the latter
+two. Notation in `chunks.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hf_packfree.ops.ssd.torch_chunked.chunks import Chunks, by_step, opened
 
 
 class Gradients(NamedTuple):
-    """Of a window: u [R, C, P]; the log decays dt A [R, C]; B and C [M, C, N], of these heads
-    alone.
+    """Gradients of a window: of u [R, C, P], of the log decays dt A [R, C], and of B and C [M, C,
+    N], from the block's heads alone.
     """
 
     u: Tensor
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What the scan over time steps, from the last one to the first, finds.
+    """Results of the backward scan over time steps.
 
     Attributes:
         back: [M, C, h P], B dS'.
@@ -61,7 +61,8 @@ def gradients(
         steps: the window's.
         states: [M, N, h P], the state before each chunk.
         d_y: [R, C, P], zero in padding.
-        d_state: [documents, N, h P], the gradient of the state after `steps`; left as before them.
+        d_state: [documents, N, h P], the gradient of the state after `steps`; overwritten with that
+            of the state before them.
     """
     decays = chunks.decays
     d_attend = torch.bmm(d_y, chunks.u.mT, out=space.like("d_attend", decays.pairs))
@@ -86,8 +87,8 @@ def _scan(
     d_C: Tensor,
     space: Scratch,
 ) -> Carried:
-    """Carry the gradient of the state from the last of `steps` to the first; add to `d_B` and `d_C`
-    what comes through the states.
+    """Carry the gradient of the state from the last of `steps` to the first; add the parts that
+    come through the states to `d_B` and `d_C`.
     """
     writes, whole = chunks.writes(space), chunks.whole()
     back = space.like("back", writes)
@@ -122,7 +123,8 @@ def _decay_gradients(
     """Return the gradient of the log decays dt A, [R, C]; `d_attend` is overwritten."""
     decay, rest = (chunks.by_head(part[..., 0]) for part in chunks.decays[:2])
     own = chunks.by_head(d_attend).mul_(chunks.products[:, None])
-    # the diagonal is exp(G_i - G_i): what its row and its column get cancels, but for the rounding
+    # the diagonal, exp(G_i - G_i) = 1, adds the same to row i and to column i; taken out, since
+    # their difference is only rounding
     own.diagonal(dim1=2, dim2=3).zero_()
     wrote = (chunks.heads_apart(back) * chunks.by_head(chunks.u)).sum(-1).mul_(rest)
     total = own.sum(-1) - own.sum(-2) - wrote

@@ -1,9 +1,8 @@
-"""The forward and the backward pass: what is read when, block of heads by block and window by
-window.
+"""The forward and the backward pass, one block of heads and one window of chunks at a time.
 
-A block is a few heads of one group, a window a few time steps. On the CPU both are small: what is
-computed from a window stays in the cache, and what the backward pass keeps of a block takes little
-fresh memory, whose page faults cost time.
+A block is a few heads of one group, a window a few time steps. On the CPU both are small: the
+intermediates of a window stay in the cache, and the backward pass takes little fresh memory for a
+block, whose page faults cost time.
 
 Shapes: T tokens, H heads of size P, G groups, state size N. More, and formulas: see `chunks.py`.
 """
@@ -32,7 +31,7 @@ _ROWS_ON_CPU = 512
 
 
 class Block(NamedTuple):
-    """The group that some heads are of, the heads, and how many those are."""
+    """Some heads of one group: the group's number, the heads, and their count."""
 
     group: slice
     heads: slice
@@ -52,7 +51,7 @@ class Source:
         D: Tensor,
         packed: PackedSequence,
     ) -> None:
-        """Take the inputs, x [T, H, P], dt [T, H], A, D [H], B, C [T, G, N], as they are."""
+        """Keep the inputs x [T, H, P], dt [T, H], A, D [H] and B, C [T, G, N], unprepared."""
         self.dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.A, self.D = A.to(self.dtype), D.to(self.dtype)
         self.x, self.dt, self.B, self.C = map(TokenReader, (x, dt, B, C))
@@ -64,7 +63,7 @@ class Source:
         self.windows = packed.cached(plan_windows, _CHUNK, max(1, rows // self.most))
 
     def blocks(self) -> Iterator[Block]:
-        """Yield blocks of heads, a group after the other."""
+        """Yield blocks of heads, one group after the other."""
         for group in range(self.groups):
             last = (group + 1) * self.share
             for head in range(group * self.share, last, self.most):
@@ -76,7 +75,9 @@ class Source:
         return self.x.read(block.heads, window, "x", self.space)
 
     def chunks(self, block: Block, window: Window, x: Tensor, tag: str = "") -> Chunks:
-        """Prepare a window with its x; `tag` names buffers, written anew where it comes again."""
+        """Prepare a window's chunks, given its x; `tag` names the buffers, which a later call with
+        the same tag overwrites.
+        """
         space = self.space
         dt = self.dt.read(block.heads, window, f"dt{tag}", space)
         steps = dt.unflatten(0, (-1, block.size))
@@ -126,8 +127,8 @@ def backward_pass(
     packed: PackedSequence,
     d_out: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x, dt, A, B, C, D, with [1, ...] in front where those of the row have
-    it, from d_out [T, H, P].
+    """Return the gradients of x, dt, A, B, C and D in the shapes of `ssd`'s arguments, given d_out
+    [T, H, P].
     """
     source, d_source = Source(x, dt, A, B, C, D, packed), TokenReader(d_out)
     sums = Sums(source, x, dt, B)
@@ -143,8 +144,8 @@ def backward_pass(
 
 
 def _retrace(source: Source, block: Block) -> tuple[Tensor, list[Chunks]]:
-    """Run the forward scan once more, and keep its states [chunks of all windows, N, h P], and what
-    else no state goes into.
+    """Run the forward scan again; keep the states before each chunk [chunks of all windows, N, h
+    P], and everything that does not depend on a state.
     """
     last = source.windows[-1]
     states = source.states("states", last.first + last.num_chunks, block)
@@ -157,12 +158,12 @@ def _retrace(source: Source, block: Block) -> tuple[Tensor, list[Chunks]]:
 
 
 class Sums:
-    """The gradients of the inputs, as blocks and windows add to them."""
+    """Sums over blocks and windows of the inputs' gradients."""
 
     def __init__(self, source: Source, x: Tensor, dt: Tensor, B: Tensor) -> None:
-        """Begin with none."""
+        """Begin with zeros."""
         self.source, self.x, self.dt = source, TokenWriter(x), TokenWriter(dt)
-        # one token past the end takes what padding holds
+        # padding is written to one token past the end
         shape = len(B) + 1, *B.shape[1:]
         self.B, self.C = (B.new_zeros(shape, dtype=source.dtype) for _ in "BC")
         self.A, self.D = torch.zeros_like(source.A), torch.zeros_like(source.D)
@@ -176,7 +177,7 @@ class Sums:
         x: Tensor,
         d_y: Tensor,
     ) -> None:
-        """Add those of one block and window, with its x and the gradient of its output; those are
+        """Add the gradients of one block and window; its x and the gradient d_y of its output are
         overwritten.
         """
         A, D = (part[block.heads, None, None] for part in (self.source.A, self.source.D))
@@ -193,7 +194,7 @@ class Sums:
             total[:, block.group.start].index_add_(0, tokens, part.flatten(0, 1))
 
     def result(self, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> tuple[Tensor, ...]:
-        """Return all, in the inputs' dtypes."""
+        """Return the gradients of x, dt, A, B, C and D, in the inputs' dtypes."""
         d_B, d_C = (total[None, :-1].to(like.dtype) for total, like in ((self.B, B), (self.C, C)))
         d_A, d_D = self.A.to(A.dtype), self.D.to(D.dtype)
         return self.x.result(), self.dt.result(), d_A, d_B, d_C, d_D
