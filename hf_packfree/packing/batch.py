@@ -14,7 +14,7 @@ class Batch:
 
     Attributes:
         tokens: ids [B, S], or embeddings [B, S, D].
-        pad: the id of the token that pads; None: not known, or there are no ids.
+        pad: the id of the padding token; None: unknown, or the tokens are embeddings.
     """
 
     tokens: Tensor
@@ -27,20 +27,20 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Of the tokens."""
+        """The device of the tokens."""
         return self.tokens.device
 
     def equal(self, indices: Tensor, index: int) -> Tensor:
-        """Return bool [M] on the host, whether tokens are the same as one.
+        """Return bool [M] on the host: whether each of M tokens equals the token at `index`.
 
         Args:
             indices: int64 [M] into the flattened [B*S].
-            index: of the one.
+            index: into the flattened [B*S].
         """
         flat = self.tokens.detach().flatten(0, 1)
         same = flat[indices.to(flat.device)] == flat[index]
         return same.reshape(indices.numel(), -1).all(1).to("cpu", torch.bool)
 
     def is_padding(self, index: int) -> bool:
-        """Whether the token at an index into the flattened [B*S] is the one that pads."""
+        """Whether the token at an index into the flattened [B*S] is the padding token."""
         return self.pad is not None and bool(self.tokens.detach().flatten()[index] == self.pad)

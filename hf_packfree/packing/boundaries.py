@@ -1,4 +1,4 @@
-"""What each input format describes: which tokens are real, and where documents start.
+"""Parsing of the input formats: which tokens each calls real, and where documents start.
 
 Shapes: B rows, S tokens of a row, M real tokens. Everything here runs on the host, before any
 kernel.
@@ -30,8 +30,8 @@ class RealTokens:
 
     Attributes:
         indices: int64 [M] into the flattened [B*S].
-        row: int64 [M], the row of each.
-        row_changes: bool [M - 1], whether the next one is in another row.
+        row: int64 [M], the row of each real token.
+        row_changes: bool [M - 1], whether the next real token is in another row.
         has_padding: whether there is padding anywhere in the batch.
         row_length: S.
     """
@@ -84,7 +84,7 @@ class BoundarySpec:
             documents.
         step: by how much `values` grows from a token to the next one of its document: 1 for
             positions, 0 for numbers.
-        covers: the kinds of layers that upstream tells of the padding in this format.
+        covers: the kinds of layers for which upstream reads padding from this format.
         as_upstream: whether upstream reads this format as we do when every row holds one document.
     """
 
@@ -117,8 +117,8 @@ class BoundarySpec:
         """Return bool [M], True where positions restart after padding inside a row, but not at 0;
         None where none do.
 
-        Generation from right-padded prompts has such positions within a document; pieces of
-        documents have them too.
+        Such positions are ambiguous: generation from right-padded prompts has them within a
+        document, rows of cut documents at the start of one.
         """
         if not self.step or not tokens.has_padding:
             return None
@@ -133,8 +133,9 @@ class BoundarySpec:
 def parse_cu_seqlens(
     name: str, cu_seqlens: Tensor, shape: tuple[int, int], device: torch.device
 ) -> BoundarySpec:
-    """Parse `cu_seq_lens_q` or `_k`: int32 [N+1], offsets in tokens of the flattened batch;
-    empty documents are dropped.
+    """Parse `cu_seq_lens_q` or `_k`: int32 [N+1], offsets in tokens of the flattened batch; empty
+    documents are dropped. Raises `BoundaryError` where it is anything else, or a document runs over
+    the end of a row.
     """
     total = shape[0] * shape[1]
     if (
@@ -181,7 +182,9 @@ def parse_cu_seqlens(
 
 
 def parse_seq_idx(seq_idx: Tensor, shape: tuple[int, int]) -> BoundarySpec:
-    """Parse `seq_idx`: integers [B, S] that change where a document starts; below 0 is padding."""
+    """Parse `seq_idx`: integers [B, S] that change where a document starts; below 0 is padding.
+    Raises `BoundaryError` for another dtype or shape.
+    """
     if seq_idx.dtype not in _INTEGERS or tuple(seq_idx.shape) != shape:
         raise wrong_shape("seq_idx", seq_idx, shape, "an integer (B, S)")
     values = seq_idx.detach().to("cpu", torch.int64)
@@ -189,7 +192,9 @@ def parse_seq_idx(seq_idx: Tensor, shape: tuple[int, int]) -> BoundarySpec:
 
 
 def parse_position_ids(position_ids: Tensor, shape: tuple[int, int]) -> BoundarySpec | None:
-    """Parse `position_ids`: a document goes on as long as its positions grow by one.
+    """Parse `position_ids`: a document goes on as long as its positions grow by one. Raises
+    `BoundaryError` for another shape, fractions or half precision; None where they mark no
+    documents.
 
     Args:
         position_ids: [S], [B or 1, S], or a stack [4, B or 1, S] whose first row holds the text
@@ -232,8 +237,8 @@ def _whole_positions(given: Tensor) -> Tensor:
 
 
 def refuse_jumps(specs: Sequence[BoundarySpec], tokens: RealTokens) -> None:
-    """Refuse positions that rise by more than one within a padded row, when nothing else marks
-    documents.
+    """Refuse, by `BoundaryError`, positions that rise by more than one within a padded row, when
+    nothing else marks documents.
 
     Such a row may hold one document with a gap, as transformers reads it, or two documents.
     """
@@ -255,11 +260,11 @@ def refuse_jumps(specs: Sequence[BoundarySpec], tokens: RealTokens) -> None:
 def refuse_branches(
     positions: Tensor, starts: Tensor, padding: Sequence[int], tokens: RealTokens
 ) -> None:
-    """Refuse positions that go back into the middle of the document before, where they alone
-    separate documents.
+    """Refuse, by `BoundaryError`, positions that go back into the middle of the document before,
+    where only positions separate documents.
 
-    In a tree, such as of rollouts that share a prompt, a branch begins there; a document whose
-    beginning was cut off may, too.
+    That may be a branch of a tree, such as of rollouts that share a prompt, or a document whose
+    beginning was cut off.
 
     Args:
         positions: int64 [M], of the real tokens.
@@ -287,7 +292,7 @@ def goes_back_inside(firsts: Tensor, before: Tensor) -> Tensor:
 
     Args:
         firsts: int64 [N], the position at which each starts.
-        before: int64 [N], the position just before it; the first document's is not read.
+        before: int64 [N], the last position of the document before; the first entry is not read.
     """
     inside = torch.zeros_like(firsts, dtype=torch.bool)
     inside[1:] = (firsts[1:] > firsts[:-1]) & (firsts[1:] <= before[1:])
@@ -295,8 +300,8 @@ def goes_back_inside(firsts: Tensor, before: Tensor) -> Tensor:
 
 
 def refuse_unclear(unclear: Tensor, tokens: RealTokens) -> None:
-    """Refuse positions that restart after padding inside a row at another value than 0, see
-    `BoundarySpec.unclear_starts`.
+    """Refuse, by `BoundaryError`, positions that restart after padding inside a row at another
+    value than 0, see `BoundarySpec.unclear_starts`.
     """
     row, token = tokens.position_of(int(unclear.nonzero()[0, 0]))
     raise BoundaryError(
@@ -307,8 +312,8 @@ def refuse_unclear(unclear: Tensor, tokens: RealTokens) -> None:
 
 
 def refuse_holes(starts: Tensor, tokens: RealTokens) -> None:
-    """Refuse padding inside a document of a packed batch: upstream's recurrent state decays over
-    these tokens, ours would not.
+    """Refuse, by `UnsupportedInput`, padding inside a document of a packed batch: upstream's
+    recurrent state decays over these tokens, ours would not.
     """
     holes = (tokens.after_holes & ~starts[1:]).nonzero()[:, 0]
     if holes.numel():
@@ -347,7 +352,8 @@ def join_trailing_padding(
     for end in row_ends.tolist():
         if end == 0 or not starts[end] or row[end] != row[end - 1]:
             continue
-        # a single token has no equals to compare with: it is padding if it is the padding token
+        # a single trailing token is padding only if it is the padding token: there is no other to
+        # compare it with
         if not starts[end - 1]:
             padding += [end] if batch.is_padding(int(indices[end])) else []
             continue
@@ -362,7 +368,9 @@ def join_trailing_padding(
 
 
 def integers_of(value: Any) -> Tensor | None:
-    """Return integers, a tensor or lists, as int64 on the host; None of what holds others."""
+    """Return integers, given as a tensor or lists, as int64 on the host; None if anything else is
+    given.
+    """
     try:
         given = torch.as_tensor(value, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
@@ -371,7 +379,7 @@ def integers_of(value: Any) -> Tensor | None:
 
 
 def wrong_shape(name: str, found: Tensor, shape: tuple[int, int], wanted: str) -> BoundaryError:
-    """Return the error for a tensor that has not the batch's shape (B, S)."""
+    """Return the error for a tensor whose shape does not fit the batch's (B, S)."""
     return BoundaryError(
         f"found {name} {found.dtype} {list(found.shape)}; wanted {wanted} with B={shape[0]} rows "
         f"and S={shape[1]} tokens as in the input; build {name} from the same batch as input_ids"

@@ -1,5 +1,5 @@
-"""A row padded to sizes that other rows share, so that its tensors and its plans have the same
-shapes.
+"""Padding of a row to fixed sizes, so that its tensors and plans have the same shapes as those of
+other rows (CUDA graphs).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from hf_packfree.packing.record import PackedSequence, group_numbers
 
 
 def on_host(packed: PackedSequence) -> PackedSequence:
-    """Return the record of the row itself with its tensors on the host, made from what is known
-    there: nothing waits for the device, and plans that are made of it take no launches.
+    """Return the record of the packed row with all tensors on the host, without waiting for the
+    device; plans made from it launch no kernels.
     """
     _, numbers = group_numbers(np.diff(packed.cu_seqlens_cpu.numpy()))
     return replaced(
@@ -27,15 +27,15 @@ def on_host(packed: PackedSequence) -> PackedSequence:
 
 
 def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) -> PackedSequence:
-    """Return the record padded to `tokens` and `documents`: by one segment of padding, then empty
-    ones.
+    """Return the record padded to `tokens` and `documents`: by one segment of padding tokens, then
+    by empty segments.
 
-    Its plans have the sizes of `chunk_plan`'s bounds.
+    Plans of the result have the fixed sizes of `chunk_plan` for bounded records.
 
     Args:
         packed: of a row of fewer documents, and no more tokens.
         tokens, documents: T and N of the result.
-        longest: its `max_seqlen`.
+        longest: `max_seqlen` of the result.
     """
     device, spare = packed.seq_idx.device, tokens - packed.num_tokens
     ends = torch.full((documents - packed.num_segments,), tokens, dtype=torch.int32, device="cpu")

@@ -14,15 +14,15 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def uncompiled(function: _Function) -> _Function:
     """Keep a function out of `torch.compile`, which then calls it instead of tracing it.
 
-    Such functions read boundaries or plan by them: traced, they would be compiled again for every
-    row with other documents.
+    Functions that read boundaries, or plan from them, need this: traced, they would be compiled
+    again for every row with other documents.
     """
     return cast(_Function, torch.compiler.disable(function))
 
 
 def uncompiled_when_called(function: _Function) -> _Function:
-    """Do the same without loading the compiler when the function is defined, for modules that
-    have to import fast.
+    """`uncompiled` without loading the compiler when the function is defined, for modules that have
+    to import fast.
     """
 
     @wraps(function)

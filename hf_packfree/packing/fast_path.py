@@ -1,9 +1,10 @@
 """A fast path for the two common batches: boundaries with few operations, because the GPU waits for
 them.
 
-One row without a mask is read on its own device: only the documents' offsets come to the host then.
-Of padded rows of one document, only the 0/1 mask is read. Whatever is malformed, in doubt or
-contradictory returns None, and `resolve_boundaries` goes on to parse every input, with its errors.
+The inputs of one row without a mask are compared on its device, and only the documents' offsets are
+copied to the host. Of padded rows of one document each, only the 0/1 mask is read. For malformed,
+ambiguous or contradictory inputs the functions return None, and `resolve_boundaries` then parses
+every input and raises its errors.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def offsets_of_one_row(
 ) -> Tensor | None:
     """Return int64 [N+1] on the host, the offsets of the documents of one row.
 
-    None where an input is malformed, where two disagree, where there is none, where the row ends in
-    a one-token document, which may be padding, and where positions alone go back into the middle of
-    the document before.
+    None where an input is malformed, two inputs disagree, or there is no input; where the row ends
+    in a one-token document, which may be padding; and where only positions are given and they go
+    back into the middle of the document before.
 
     Args:
         tokens: of the row.
@@ -70,26 +71,28 @@ def offsets_of_one_row(
     first, *others = starts
     valid += [(other == first).all() for other in others]
     valid.append(~first[-1])
-    # none where anything is not valid
+    # no marks at all if any input is invalid
     marks = first & torch.stack(valid).all()
     alone = position_ids[0] if position_ids is not None and len(given) == 1 else None
     return _on_the_host(marks, alone, tokens)
 
 
 def _on_the_host(marks: Tensor, positions: Tensor | None, tokens: int) -> Tensor | None:
-    """Return int64 [N+1], the offsets of documents that start where `marks` are.
+    """Return int64 [N+1] on the host, the offsets of documents that start where `marks` is True;
+    None if it is nowhere True, or if positions go back into the middle of the document before.
 
-    One copy of bytes, after which the host goes on: to count and choose on the device takes three.
+    The marks are copied to the host, which waits once: finding the starts on the device would take
+    three such waits.
 
     Args:
         marks: bool [tokens], on the tokens' device.
-        positions: integers [tokens], where they alone separate documents.
+        positions: integers [tokens] where only positions separate documents, else None.
         tokens: of the row.
     """
     if positions is None:
         found = marks.to("cpu").nonzero()[:, 0]
     else:
-        # none can start inside another one where all start at the same position
+        # if all documents start at the same position, none starts inside the one before
         others = (marks & (positions != positions[0])).any()
         host = torch.cat([marks, others[None]]).to("cpu")
         found = host[:-1].nonzero()[:, 0]
@@ -107,9 +110,9 @@ def rows_of_mask(mask: Tensor) -> tuple[Integers, Tensor] | None:
     """Return the lengths of the rows' documents, int64 [N], and their tokens' indices in the
     flattened batch, int64 [T].
 
-    Both on the host. None for a mask with other values than 0 and 1 or of a rare dtype, with a hole
-    within a document, with no padding or nothing else; and where torch.func holds tensors that
-    numpy cannot read.
+    Both are on the host. None for a mask with other values than 0 and 1 or of a rare dtype, with
+    padding inside a document, without padding, or without real tokens; and under torch.func, whose
+    tensors numpy cannot read.
 
     Args:
         mask: [B, S].

@@ -1,8 +1,8 @@
 """Other libraries' keywords for documents, which transformers ignores: refused, or compared with
 transformers' own.
 
-Alone they would leak in silence. Together with upstream's they are accepted where both agree,
-because frameworks pass both. Shapes: B rows, S tokens of a row, N documents.
+Passed alone, such keywords would leak in silence. Together with upstream's they are accepted where
+both agree, because frameworks pass both. Shapes: B rows, S tokens of a row, N documents.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OFFSETS = (
     "cu_doc_lens",
     "linear_attn_cu_seq_lens_q",
 )
-"""Integers [N+1]; what they leave out at the end of the batch is padding."""
+"""Keywords for offsets, integers [N+1]; tokens after the last offset are padding."""
 _LENGTHS = (
     "seq_lens",
     "seqlens",
@@ -50,14 +50,16 @@ _LENGTHS = (
     "doc_lens",
     "document_lengths",
 )
-"""Integers [N], in tokens."""
+"""Keywords for lengths, integers [N], in tokens."""
 _OBJECTS = ("packed_seq_params", "flash_attn_kwargs", "flash_attention_kwargs")
-"""Objects or dicts with `cu_seqlens_q`, and maybe more of `_FIELDS`; None says nothing."""
+"""Keywords for objects or dicts with `cu_seqlens_q`, and maybe more of `_FIELDS`; None is
+ignored.
+"""
 _FIELDS = {
     "offsets": ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"),
     "longest": ("max_seqlen_q", "max_seqlen_k", "max_seqlen_kv"),
 }
-"""What is read of such an object: as `_OFFSETS`, and as `_LONGEST`."""
+"""The fields of such an object that are read like `_OFFSETS` and like `_LONGEST`."""
 _LONGEST = (
     "max_seqlen",
     "max_seqlens",
@@ -69,7 +71,7 @@ _LONGEST = (
     "max_doc_len",
     "max_doc_lens",
 )
-"""Whole numbers, in tokens."""
+"""Keywords for the longest document, whole numbers of tokens."""
 _NUMBERS = (
     "segment_ids",
     "segment_id",
@@ -87,9 +89,9 @@ _NUMBERS = (
     "example_ids",
     "packing_ids",
 )
-"""Integers [B, S], the document of every token."""
+"""Keywords for the document of every token, integers [B, S]."""
 _POSITIONS = ("text_position_ids", "segment_positions")
-"""As `position_ids`."""
+"""Keywords for positions, like `position_ids`."""
 
 FOREIGN = {
     "cu_seq_lens_q": (*_OFFSETS, *_LENGTHS, *_OBJECTS),
@@ -97,8 +99,8 @@ FOREIGN = {
     "seq_idx": _NUMBERS,
     "position_ids": _POSITIONS,
 }
-"""{upstream's keyword: those of Megatron, verl, AReaL, NeMo-RL, VeOmni, ms-swift, prime-rl, OLMo
-and JAX's libraries}.
+"""{upstream's keyword: keywords of the same meaning in Megatron, verl, AReaL, NeMo-RL, VeOmni,
+ms-swift, prime-rl, OLMo and JAX's libraries}.
 """
 
 _DOCUMENT = "(seq|sequence|doc|document|segment|sample|example|pack|packed|packing)_?"
@@ -110,13 +112,11 @@ _ALIKE = {
     "attention_mask": r"(attn|doc|document|block|segment|packing|packed|block_diagonal)_?mask$",
     "position_ids": r"(text_|token_|doc_|document_)?pos(ition)?(s|_ids?|_idx)$",
 }
-"""{upstream's keyword: a pattern of names that no library uses but that look like it, such as
-misspelt ones}.
-"""
+"""{upstream's keyword: a pattern of names that look like it, such as misspelt ones}."""
 
 
 def take_foreign(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take known keywords of other libraries out of a forward's, and return them.
+    """Remove the keywords of other libraries from a forward's keywords, and return them.
 
     Raises:
         BoundaryError: an unknown keyword is named like one for boundaries, and holds a tensor or a
@@ -140,8 +140,8 @@ def misspelt(name: str, ours: str) -> BoundaryError:
 def parse_foreign(
     foreign: Mapping[str, Any], specs: list[BoundarySpec], shape: tuple[int, int]
 ) -> list[BoundarySpec]:
-    """Return the documents that other libraries' keywords describe, to be compared with `specs`,
-    which upstream's describe.
+    """Return the documents that other libraries' keywords describe, for comparison with `specs`,
+    those of upstream's keywords.
 
     Raises:
         BoundaryError: `specs` separate no documents, so that upstream's keywords are missing; or a
@@ -157,7 +157,9 @@ def parse_foreign(
 
 
 def longest_of(foreign: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords, and fields of objects, that give the longest document's tokens."""
+    """Return the keywords and fields of objects that give the length of the longest document, with
+    their values.
+    """
     found = {name: value for name, value in foreign.items() if name in _LONGEST}
     for name in foreign.keys() & set(_OBJECTS):
         found |= _fields(name, foreign[name], "longest")
@@ -165,8 +167,8 @@ def longest_of(foreign: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _offsets_of(name: str, given: Any) -> dict[str, Any]:
-    """Return the offsets that an object has. `cu_seqlens_q` is always among them, so that an object
-    without it is refused.
+    """Return the fields of an object that hold offsets. `cu_seqlens_q` is always among them, so
+    that an object without it is refused.
     """
     return {f"{name}.cu_seqlens_q": None} | _fields(name, given, "offsets")
 
@@ -179,7 +181,7 @@ def _fields(name: str, given: Any, kind: str) -> dict[str, Any]:
 
 @cache
 def _alike(name: str) -> str | None:
-    """Return upstream's keyword that an unknown one is named like."""
+    """Return upstream's keyword that the name of an unknown keyword resembles, or None."""
     if name in _ALIKE:
         return None
     return next((ours for ours, sound in _ALIKE.items() if re.match(sound, name)), None)

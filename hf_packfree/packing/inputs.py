@@ -1,4 +1,4 @@
-"""Read one record from the input formats that a caller gives: all are parsed, and must agree."""
+"""Build one record from all input formats that the caller passes, which must agree."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def resolve_boundaries(
     cached: bool = False,
     generates: bool = False,
 ) -> PackedSequence | None:
-    """Build the one record, or return None where upstream is exact without it.
+    """Build the record of a batch, or return None where upstream is exact without one.
 
     Args:
         inputs: what the caller passed.
         batch: the tokens.
         drop_padding: also build a record for rows of one document whose padding, at either end, is
             in a 0/1 mask.
-        drop_all: also build one for a batch of nothing but padding, of which upstream's mean loss
-            is NaN.
+        drop_all: also build a record for a batch of nothing but padding, whose mean loss upstream
+            computes as NaN.
         cached: the call continues or fills a cache: rows of one document are upstream's however
             their mask looks.
-        generates: the call wants next tokens alone: positions that restart after padding inside a
-            row, but not at 0, continue their document, as transformers' generation from
-            right-padded prompts means them.
+        generates: the call only generates next tokens: positions that restart after padding inside
+            a row, but not at 0, continue their document, as in transformers' generation from
+            right-padded prompts.
 
     Returns:
-        None when every row holds one document and upstream reads from the same inputs what its
-        padding is. With `drop_padding` None only when there is none to drop. A batch of nothing but
+        None when every row holds one document and upstream reads the padding from the same inputs.
+        With `drop_padding`, None only when there is no padding to drop. A batch of nothing but
         padding becomes, with `drop_all` or where upstream reads it otherwise, one token in a
         padding segment.
 
@@ -170,15 +170,16 @@ def _real(specs: list[BoundarySpec], shape: tuple[int, int]) -> Tensor:
 def _agree(
     specs: list[BoundarySpec], tokens: RealTokens, batch: Batch
 ) -> tuple[Tensor | None, int | None, list[int], Tensor | None]:
-    """Return the document starts that all input formats share, and what is known of documents and
-    padding by them.
+    """Return the document starts on which all input formats agree, the longest document, padding
+    and unclear starts.
 
     Trailing one-token documents of the same token are padding. Where only positions separate them
     they become one segment; where offsets, `seq_idx` or a mask do, each stays a segment of its own.
 
     Returns:
         starts: bool [M], None when no format separates documents.
-        longest: in tokens, None when no format separates documents.
+        longest: the length of the longest document in tokens, None when no format separates
+            documents.
         padding: the numbers, of M, of the tokens at which padding segments start.
         unclear: bool [M], see `BoundarySpec.unclear_starts`; None where another format decides, or
             there are none.
@@ -187,7 +188,7 @@ def _agree(
     longest: int | None = None
     padding: list[int] = []
     unclear: Tensor | None = None
-    # positions come last, because by them alone padding looks like documents
+    # positions come last: by positions alone, padding tokens look like documents
     for spec in sorted(specs, key=lambda spec: spec.by_positions):
         starts, unclear = spec.document_starts(tokens), spec.unclear_starts(tokens)
         if starts is not None and unclear is not None:
@@ -220,7 +221,7 @@ def _refuse_branches(
 
 
 def _pads_row_ends(real: Tensor) -> bool:
-    """Whether there is padding, at the ends of rows only: upstream's linear layers read padding
+    """Whether there is padding, and only at the ends of rows: upstream's linear layers read padding
     inside a row as tokens.
     """
     return not bool(real.all()) and bool(
@@ -244,8 +245,8 @@ def _lengths(starts: Tensor) -> Tensor:
 
 
 def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, cached: bool) -> bool:
-    """Whether upstream is exact on this batch: one document per row, and masks say to all of its
-    layers what is padding.
+    """Whether upstream is exact on this batch: one document per row, and masks tell all layers
+    which tokens are padding.
 
     With a cache, only the linear layers' masks were read.
     """

@@ -17,13 +17,14 @@ from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.packing.tree_keywords import take_tree
 
 HF_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Upstream's keyword names for packing; spelled in this file and where one is explained."""
+"""Upstream's keywords for packing; they are spelled in this file, and in messages that explain
+one.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class PackingInputs:
-    """The arguments of a forward that can describe documents, as passed; None where one was not
-    passed.
+    """The arguments of a forward that can describe documents, as passed; None for those not passed.
 
     Shapes: B rows, S tokens of a row, N documents.
 
@@ -35,12 +36,12 @@ class PackingInputs:
         cu_seq_lens_q, cu_seq_lens_k: int32 [N+1], offsets in tokens of the flattened batch.
         max_length_q, max_length_k: tokens of the longest document, or more.
         seq_idx: integers [B, S], the document of every token; below 0 is padding.
-        foreign: the same in other libraries' words, see `hf_packfree.packing.foreign`.
-        tree: what describes a tree of shared prefixes, see `hf_packfree.packing.tree_keywords`.
+        foreign: keywords of other libraries with such values, see `hf_packfree.packing.foreign`.
+        tree: keywords that describe a tree of shared prefixes, see
+            `hf_packfree.packing.tree_keywords`.
 
     Raises:
-        BoundaryError: what should be a tensor is none, or one without values, on meta, or not
-            dense.
+        BoundaryError: an argument that has to be a tensor is none, is on meta, or is not dense.
         UnsupportedInput: under torch.export.
     """
 
@@ -71,8 +72,8 @@ class PackingInputs:
     def from_kwargs(
         cls, kwargs: dict[str, Any], *, position_ids: Tensor | None, attention_mask: Any
     ) -> PackingInputs:
-        """Pop upstream's packing keywords from `kwargs`, so that layers below receive the record
-        alone, and other libraries' words for them.
+        """Pop upstream's packing keywords, and other libraries' words for them, from `kwargs`, so
+        that layers below receive only the record.
 
         Raises:
             BoundaryError, UnsupportedInput: see `take_foreign` and `take_tree`.
@@ -87,7 +88,7 @@ class PackingInputs:
 
     @property
     def given(self) -> list[str]:
-        """The names of what was passed."""
+        """The names of the arguments that were passed."""
         words = {"foreign", "tree"}
         ours = {name: value for name, value in vars(self).items() if name not in words}
         found = ours | dict(self.foreign) | dict(self.tree)
@@ -114,7 +115,7 @@ def _whole_number(name: str, given: Any) -> int:
     try:
         number = given.item() if isinstance(given, (Tensor, np.ndarray, np.generic)) else given
     except (RuntimeError, ValueError):
-        # several numbers, or none: on meta
+        # not one number, or on meta
         number = ()
     if isinstance(number, float) and number.is_integer():
         number = int(number)
@@ -163,7 +164,7 @@ def to_hf_kwargs(packed: PackedSequence) -> Mapping[str, Any]:
     """Return the record as the keywords that transformers' flash attention reads.
 
     Raises:
-        UnsupportedInput: it has a tree, which they cannot say.
+        UnsupportedInput: the record has a tree, which these keywords cannot describe.
     """
     refuse_tree(packed, "in transformers' keywords for flash attention")
     cu_seqlens, longest = packed.cu_seqlens, packed.max_seqlen

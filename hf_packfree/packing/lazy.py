@@ -31,9 +31,9 @@ _CLONE = _aten.clone.default
 class Fingerprint:
     """A fingerprint that tells whether a tensor was changed in place.
 
-    Its version counts the operations that change it in place. Fused optimizers, `.data` and
-    kernels of other packages write without that: one element of every row and of every column is
-    kept, too.
+    A tensor's version counts in-place operations, but fused optimizers, `.data` and kernels of
+    other packages write without raising it. So the fingerprint also holds one element of every row
+    and of every column.
     """
 
     version: int
@@ -41,15 +41,17 @@ class Fingerprint:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Fingerprint:
-        """Take that of a tensor [..., rows, columns]; of a vector all of it."""
+        """Take the fingerprint of a tensor [..., rows, columns], or of a vector with all its
+        elements.
+        """
         return cls(tensor._version, _elements(tensor).clone())
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether the very tensor is unchanged."""
+        """Whether the same tensor is unchanged since."""
         return tensor._version == self.version and self.fits_copy(tensor)
 
     def fits_copy(self, tensor: Tensor) -> bool:
-        """Whether another tensor of that shape holds the same, NaN included."""
+        """Whether another tensor of the same shape holds the same elements, NaN included."""
         found = _elements(tensor).contiguous()
         return found.dtype == self.elements.dtype and torch.equal(
             found.view(torch.uint8), self.elements.view(torch.uint8)
@@ -66,17 +68,17 @@ def _elements(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Source:
-    """Where values come from.
+    """Where a lazy tensor's values come from.
 
     Attributes:
-        shape, dtype, device: of the tensor.
+        shape, dtype, device: of the lazy tensor.
         make: computes the values, without a graph; raises if its inputs were modified since.
-        values: what `make` returned, once it was called.
-        changed: whether `values` may be others than `make`'s: an operation changed them, or
-            somebody has their address.
-        onward: of a gradient, what follows from it where that is known without its values; see
-            `hf_packfree.ops.loss`.
-        cast_of: where the same values in another dtype come from.
+        values: the result of `make`; None until something reads it.
+        changed: whether `values` may differ from `make`'s result: an operation changed them, or
+            other code has their address.
+        onward: for a gradient: a function that returns the gradients that follow from it without
+            its values, or None; see `hf_packfree.ops.loss`.
+        cast_of: the source that this one is a cast of, or None.
     """
 
     shape: tuple[int, ...]
@@ -95,13 +97,13 @@ class Source:
         return self.values
 
     def cast(self, dtype: torch.dtype) -> Source:
-        """Return what makes the same values anew, in another dtype."""
+        """Return a source of these values in another dtype, which computes them anew."""
         return Source(self.shape, dtype, self.device, lambda: self.make().to(dtype), cast_of=self)
 
 
 class LazyTensor(Tensor):
-    """A tensor without memory until it is read; whatever takes a pointer gets that of its
-    values.
+    """A tensor without memory until something reads it; code that asks for its pointer gets that of
+    its values.
     """
 
     source: Source
@@ -112,7 +114,7 @@ class LazyTensor(Tensor):
         lazy: LazyTensor = Tensor._make_wrapper_subclass(
             cls, source.shape, dtype=source.dtype, device=source.device
         )
-        # C++ that takes the pointer without the methods below then raises instead of reading
+        # C++ that takes the pointer without the methods below now raises, instead of reading
         # address 0
         torch._C._set_throw_on_mutable_data_ptr(lazy)
         lazy.source = source
@@ -122,12 +124,13 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run any operation on the values; an in-place operation changes those, which later
+        """Run any operation on the values; an in-place operation changes the values that later
         reads return.
         """
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():
-            # a view of what was made outside of that mode is no tensor of inference
+            # values may have been made outside of inference mode, and a view of them must not be an
+            # inference tensor
             with torch.inference_mode(False), torch.no_grad():
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         if (
@@ -155,8 +158,8 @@ class LazyTensor(Tensor):
         return args[0] if isinstance(args[0], LazyTensor) else found
 
     def _leaf(self) -> Tensor:
-        """Return the values, an ordinary tensor that shares the memory of every other, without
-        what computed it.
+        """Return the values as an ordinary tensor without a graph; all such tensors share the same
+        memory.
         """
         self.source.changed = True
         return self.source.read().detach().requires_grad_(self.requires_grad)
@@ -196,7 +199,7 @@ class LazyTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same without a gradient."""
+        """The tensor without a graph, as `Tensor.data`."""
         return self.detach()
 
     @data.setter
@@ -208,7 +211,7 @@ class LazyTensor(Tensor):
 
 
 def _is_alias(func: Any, args: Any) -> bool:
-    """Whether an operation on a lazy tensor returns it as it is."""
+    """Whether an operation on a lazy tensor returns the same shape, dtype and values."""
     return (
         func in _ALIASES
         or func is _VIEW
@@ -218,10 +221,10 @@ def _is_alias(func: Any, args: Any) -> bool:
 
 
 def _copies_unread(func: Any, args: Any) -> bool:
-    """Whether an operation copies a tensor that nobody has read, with its graph.
+    """Whether an operation clones or casts a lazy tensor that nothing has read, with its graph.
 
-    DDP clones all outputs where parameters may be unused, with their history; without it, a clone
-    is made to keep the values.
+    With parameters that may be unused, DDP clones all outputs, with their graph. A clone without a
+    graph is made to keep the values, and so reads them.
     """
     if func is not _CAST and (func is not _CLONE or not args[0].requires_grad):
         return False
@@ -233,7 +236,8 @@ def _read(lazy: LazyTensor) -> Tensor:
 
 
 def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
-    """Return `repad(row, packed)`, computed when an operation first reads it and kept from then on.
+    """Return `repad(row, packed)`, computed when an operation first reads the batch, and kept from
+    then on.
 
     Args:
         row: [1, T, ...], which may be lazy itself.
@@ -241,7 +245,7 @@ def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
 
     Returns:
         [B, S, ...], with the shape, dtype, device and gradient of the padded tensor; detaching,
-        casting and cloning read nothing. `row` where that has this shape already.
+        casting and cloning do not read it. `row` itself where it has this shape already.
     """
     if packed.indices is None and packed.batch_shape[0] == 1:
         return row
@@ -251,11 +255,11 @@ def lazy_repad(row: Tensor, packed: PackedSequence) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Padded:
-    """Makes a padded batch [B, S, ...] of its row.
+    """Computes a padded batch [B, S, ...] from its row.
 
     Attributes:
-        row: [1, T, ...], without a history.
-        packed: its record.
+        row: [1, T, ...], without a graph.
+        packed: the record of the row.
     """
 
     row: Tensor

@@ -1,6 +1,7 @@
 """Every attribute that this package leaves on an object of torch or transformers.
 
-Other data travels as arguments, keywords and fields. Each mark says why it cannot.
+Everything else is passed as arguments, keywords and fields. Each mark below says why its value
+cannot be.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Mark(Generic[T]):
     """An attribute of an object that is not ours.
 
     Attributes:
-        name: of the attribute.
+        name: the attribute's name.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Mark(Generic[T]):
         setattr(on, self.name, value)
 
     def on_view(self, x: Tensor, value: T) -> Tensor:
-        """Return a view of x that has the attribute; nothing is copied, and x stays without."""
+        """Return a view of x that has the attribute; x itself does not get it."""
         marked = x.view_as(x)
         self.put(marked, value)
         return marked
@@ -50,13 +51,13 @@ class Mark(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class CountedMedia:
-    """What is known of a packed row before its towers run, so that nothing after them makes the
-    host wait for the GPU.
+    """Facts about a packed row that are computed before its towers run, so that nothing after them
+    makes the host wait for the GPU.
 
     Attributes:
-        features: {argument of `get_placeholder_mask`: rows of features}, equal to the placeholders
-            counted.
-        positions: returns [3 or 4, 1, T] on the row's device.
+        features: {argument of `get_placeholder_mask`: number of features}, each equal to the number
+            of placeholders.
+        positions: returns the mRoPE positions [3 or 4, 1, T], on the row's device.
     """
 
     features: dict[str, int]
@@ -64,38 +65,38 @@ class CountedMedia:
 
 
 PACKED: Mark[bool] = Mark("packfree_packed")
-"""On grids, and on patches: their batch is packed. No keyword reaches a vision tower before
+"""On image grids and patches: the batch is packed. No keyword reaches a vision tower before
 transformers 5.9, nor its patch embedding.
 """
 
 SEGMENTS: Mark[PackedSequence] = Mark("packfree_segments")
-"""On a tower's `cu_seqlens`: their record, read on the host once for all layers. No keyword reaches
-an audio tower's layers, nor those of vision towers before 5.9.
+"""On a tower's `cu_seqlens`: the record of the segments, built on the host once for all layers. No
+keyword reaches an audio tower's layers, nor those of vision towers before 5.9.
 """
 
 ON_HOST: Mark[Tensor] = Mark("packfree_on_host")
-"""On a tower's `cu_seqlens`: the same on the host, for the record. Upstream's towers hand on one
-tensor.
+"""On a tower's `cu_seqlens`: the same offsets on the host, from which the record is built.
+Upstream's towers pass on one tensor only.
 """
 
 COUNTED: Mark[CountedMedia] = Mark("packfree_counted")
-"""On a row's ids: what upstream's forward calls with them, `get_placeholder_mask` and
-`compute_3d_position_ids`, gets no keyword.
+"""On a row's ids: `get_placeholder_mask` and `compute_3d_position_ids`, which upstream's forward
+calls with the ids, get no keywords.
 """
 
 KEPT: Mark[slice] = Mark("packfree_kept")
 """On pixels or waveforms of a shard: which of their features the rank keeps. Upstream's forward
-calls the methods that make features with the pixels alone.
+calls the methods that compute features with the pixels alone.
 """
 
 PLACES: Mark[Tensor] = Mark("packfree_places")
-"""On masks of placeholders: the flat places of what they mark, int64. Upstream slices the mask
-between where they are computed and where they are read.
+"""On masks of placeholders: the flat indices of the placeholders, int64. Upstream slices the mask
+between the code that computes them and the code that reads them.
 """
 
 NORM: Mark[tuple[int, Any]] = Mark("packfree_norm")
-"""On a norm's output: its version, and what it was computed from, so that projections that read it
-compute it again instead of keeping it. The layer's forward, which hands it on, is upstream's.
+"""On a norm's output: its version, and the norm's inputs, so that projections recompute the norm
+instead of keeping it. Norm and projections are called by upstream's forward.
 """
 
 SPARE_COLUMNS: Mark[int] = Mark("packfree_spare_columns")
@@ -104,39 +105,43 @@ the next norm allocates.
 """
 
 PADDED: Mark[Tensor] = Mark("packfree_padded")
-"""On a gradient that was allocated so: the tensor [..., D + columns] whose first columns it is,
-since autograd hands on one tensor.
+"""On a gradient with spare columns: the tensor [..., D + columns] whose first columns it is.
+Autograd passes on one tensor only.
 """
 
 FORWARD_BEFORE: Mark[Callable[..., Any]] = Mark("packfree_forward_before")
-"""On a patched module: the forward that somebody had put on the instance, and gets back. Upstream
-made the instance; ours is its class alone, which has no fields.
+"""On a patched module: the forward that was on the instance before, to be put back. The instance is
+upstream's; only its class is ours, which adds no fields.
 """
 
 FUSED_HEAD: Mark[Any] = Mark("packfree_fused_head")
-"""On a patched head: what was read from TRL's fused forward, once. The state of a patched model is
+"""On a patched head: the facts read once from TRL's fused forward. The state of a patched model is
 shared by all its modules, and frozen.
 """
 
 VERL_EXPECTED: Mark[Any] = Mark("packfree_verl_expected")
-"""On a patched head: which gradients came where verl's fused forward was called, and are expected
-in the next step. It is called anew in each, and hands nothing on.
+"""On a patched head: the gradients that reached verl's fused forward, which the next step is
+expected to get too. verl calls that forward anew in each step, and passes on nothing between steps.
 """
 
 ADDED: Mark[dict[str, nn.Module]] = Mark("packfree_added")
-"""On a parent of modules that patching added: these, by name, so that exactly they are removed."""
+"""On the parent of modules that patching added: the added modules by name, so that only they are
+removed.
+"""
 
 FLASH_QLA_PLAN: Mark[tuple[int, Tensor, int, Tensor]] = Mark("_flash_qla_prepared_varlen")
-"""On offsets for FlashQLA: its plan of a row's chunks, which its functions look for there and take
-in no argument.
+"""On offsets for FlashQLA: its plan of a row's chunks, for which its functions have no argument and
+look here.
 """
 
 SAVE_PRETRAINED: Mark[Callable[..., Any]] = Mark("save_pretrained")
-"""On a model with a multi-token prediction head whose experts were read one by one: writes them so
-again. Upstream's method asks nobody how tensors of a child are laid out.
+"""On a model with a multi-token prediction head whose checkpoint has tensors per expert: a
+`save_pretrained` that writes them so again. Upstream's has no hook for the layout of a child's
+tensors.
 """
 
 MTP_LAYERS: Mark[int] = Mark("mtp_num_hidden_layers")
-"""On the configuration of such a model, where it does not say so: upstream's and inference engines'
-name for how many layers the head has, so that what is saved says it.
+"""On the configuration of a model with a multi-token prediction head, if it lacks the field: the
+number of the head's layers, under the name that upstream and inference engines use, so that it is
+saved.
 """

@@ -1,4 +1,4 @@
-"""What masks describe: 2-D ones padding and maybe documents, 4-D ones the documents on their
+"""Parsing of masks: 2-D masks give padding and maybe documents, 4-D masks the documents on their
 diagonal.
 
 Shapes: B rows, S tokens of a row.  2-D masks are read on the host, 4-D ones on their own device.
@@ -17,20 +17,22 @@ from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.boundaries import BoundarySpec, wrong_shape
 
 BLOCKED = -1e4
-"""An additive mask blocks a key at or below this value, and where it is so far below the highest
-value of its row.
+"""An additive mask blocks a key whose value is at most this, or this far below the highest value of
+its row.
 """
 
 FAINT = -20.0
-"""A token that sees the one before it by less than this is neither let through nor blocked."""
+"""A value more than this below the highest of its row, but above `BLOCKED`, neither lets a token
+through nor blocks it.
+"""
 
 EVERYWHERE = frozenset({"attention", "linear"})
 _LINEAR = ("linear_attention", "conv")
 
 
 def parse_masks(mask: Any, shape: tuple[int, int], *, cached: bool = False) -> list[BoundarySpec]:
-    """Parse an `attention_mask`: a tensor, or transformers' dict of tensors by kind of layer;
-    another object says nothing.
+    """Parse an `attention_mask`: a tensor, or transformers' dict of tensors by kind of layer; other
+    objects are ignored.
 
     Args:
         cached: the call has a cache: a 4-D mask of one document per row may then be of any kind.
@@ -87,8 +89,11 @@ def parse_padding_mask(
     name: str = "attention_mask",
     covers: frozenset[str] = EVERYWHERE,
 ) -> BoundarySpec:
-    """Parse a 2-D mask [B, S]: 0/1 marks padding; an indexed mask (1, 1, 2, 2, 0) also numbers
-    the documents.
+    """Parse a 2-D mask [B, S]: 0/1 marks padding; an indexed mask (1, 1, 2, 2, 0) also numbers the
+    documents.
+
+    Raises:
+        BoundaryError: a value is negative or no whole number.
     """
     values = mask.detach().to("cpu")
     if values.dtype == torch.bool:
@@ -111,9 +116,12 @@ def parse_block_diagonal_mask(
     """Parse a 4-D mask [B or 1, heads or 1, S, S], bool or additive: blocks on its diagonal are
     documents.
 
-    It has to be block-diagonal and causal, because nothing else reaches the linear layers. An
-    additive one that holds a single document per row and no padding may also hold a bias for tokens
-    that came before: upstream reads that as it is meant.
+    The mask has to be block-diagonal and causal, because linear layers can follow nothing else. An
+    additive mask with one document per row and no padding may also hold a bias for earlier tokens,
+    which upstream's attention applies.
+
+    Raises:
+        BoundaryError: the mask is neither, or heads see different documents.
     """
     of_heads, biased = _read_pairs(name, mask)
     allowed = of_heads[:, 0].expand(shape[0], -1, -1)
@@ -176,8 +184,8 @@ def _refuse_other_than_blocks(
 
 
 def _near_diagonal(allowed: Tensor) -> Tensor:
-    """Whether each token sees itself and the token before it: bool [B, heads, 2, S]; the first
-    token has none before it.
+    """Return bool [B, heads, 2, S]: whether each token sees itself, and whether it sees the token
+    before; False for the first token, which has none before it.
     """
     before = torch.nn.functional.pad(allowed.diagonal(-1, 2, 3), (1, 0))
     return torch.stack((allowed.diagonal(0, 2, 3), before), 2)
@@ -199,8 +207,7 @@ def _read_pairs(name: str, mask: Tensor) -> tuple[Tensor, bool]:
     zeros, ones = values == 0, values == 1
     if bool((zeros | ones).all() & zeros.any() & ones.any()):
         raise _unreadable(name, mask, "zeros and ones")
-    # softmax sees differences alone: what a row lets through is near its highest value, whatever
-    # that is
+    # softmax depends on differences only: a row lets keys through whose values are near its highest
     top = values.amax(-1, keepdim=True)
     allowed = values > (top + BLOCKED).clamp(min=BLOCKED)
     faint = allowed & (values < top + FAINT)

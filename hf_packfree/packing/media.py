@@ -1,9 +1,7 @@
-"""Which image, video or audio belongs to which document of a row: by counting placeholders, checked
-on the host.
+"""Assigns images, videos and audio to the documents of a row, by counting placeholders on the host.
 
-Features come for the whole batch in reading order and are put at placeholders in that order;
-nothing upstream checks whose they are. Shapes: T tokens of the row, N segments, M media items of
-one kind.
+Upstream puts the features of the whole batch at placeholders in reading order, and does not check
+which document they belong to. Shapes: T tokens of the row, N segments, M media items of one kind.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from hf_packfree.errors import BoundaryError
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Media:
-    """The items of one kind that came with a row, in reading order.
+    """The media items of one kind in a row, in reading order.
 
     Attributes:
         name: "image", "video" or "audio", for messages.
         token: the id of its placeholders.
         sizes: int64 [M] on the host, the placeholders of each item, at least 1 each.
-        runs: int64 [M] on the host, in how many runs of equal length an item's placeholders stand:
-            one of each frame for videos with text between their frames, else 1; None where
-            placeholders of another kind may stand between them.
+        runs: int64 [M] on the host, the number of runs of equal length that an item's placeholders
+            form: one per frame for videos with text between their frames, else 1; None where
+            placeholders of another kind may stand in between.
     """
 
     name: str
@@ -42,8 +40,8 @@ class Media:
         """
         if self.runs is None:
             return self.sizes
-        # torch's repeat_interleave wakes all of the host's threads, which takes milliseconds where
-        # they are many
+        # torch's repeat_interleave wakes all of the host's threads, which takes milliseconds on
+        # large hosts
         return torch.from_numpy(np.repeat((self.sizes // self.runs).numpy(), self.runs.numpy()))
 
 

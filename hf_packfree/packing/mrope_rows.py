@@ -1,7 +1,7 @@
-"""What mRoPE positions, three or four rows, can and cannot say of documents.
+"""What mRoPE positions of three or four rows tell about documents.
 
-Time, height and width of images cannot show all boundaries: only a first row of text positions, or
-another input format, can.
+The rows for time, height and width do not show all boundaries; a first row of text positions, or
+another input format, does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_rows(position_ids: Any) -> None:
         position_ids: see `PackingInputs`.
 
     Raises:
-        BoundaryError: they are one of these.
+        BoundaryError: the positions are one of these.
     """
     if not isinstance(position_ids, Tensor):
         return
@@ -47,7 +47,8 @@ def check_rows(position_ids: Any) -> None:
     if position_ids.ndim != 3 or position_ids.shape[0] != 4:
         return
     text, time = position_ids[0], position_ids[1]
-    # the temporal row stands still in each image, as if documents of one token followed each other
+    # read as text positions, the temporal row looks like one-token documents in each image, where
+    # it does not grow
     stops, differ = text.diff() == 0, (position_ids[2:] != time).any(0)[:, 1:]
     if bool((text == time).all() & (stops & differ).any()):
         raise BoundaryError(

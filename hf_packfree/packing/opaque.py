@@ -1,4 +1,6 @@
-"""Records that arrive whole where something walks through a layer's arguments."""
+"""Dataclasses that code which walks through a layer's arguments, such as FSDP2's, passes on
+whole.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ _Record = TypeVar("_Record")
 
 
 def opaque(cls: type[_Record]) -> type[_Record]:
-    """Let a dataclass no longer say that it is one; `replaced` stands for `dataclasses.replace`.
+    """Hide from `dataclasses` that a class is a dataclass; use `replaced` instead of
+    `dataclasses.replace`.
 
-    FSDP2 builds every dataclass among the arguments of a layer that it wraps anew, and all that is
-    in it, dicts too: what layers share by it, each would make for itself.
+    FSDP2 rebuilds every dataclass among the arguments of a layer that it wraps, with all its
+    fields, dicts too: every layer would then have plans of its own instead of sharing the record's.
     """
     del cls.__dataclass_fields__  # type: ignore[attr-defined]
     return cls

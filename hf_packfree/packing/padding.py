@@ -1,7 +1,8 @@
 """Unpad and repad: exact inverses between the caller's [B, S, ...] and the packed row's [1, T,
 ...].
 
-Both run on their tensor's device: with layers on several devices that is not always the record's.
+Both run on the device of their tensor, which may not be the record's if layers are on several
+devices.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
         has that shape.
 
     Examples:
-        A left-padded batch; what the model computed for real tokens returns to their positions:
+        A left-padded batch; values of real tokens return to their positions:
 
         >>> import torch
         >>> from hf_packfree import PackedSequence
@@ -74,7 +75,8 @@ def repad(row: Tensor, packed: PackedSequence) -> Tensor:
         # the same tensor, so that hooks on the logits of one row see the gradient of the loss
         return row if rows == 1 else row.squeeze(0).reshape(rows, tokens, *row.shape[2:])
     flat = row.new_zeros((rows * tokens, *row.shape[2:]))
-    # what stands for a batch of nothing but padding is padding too, and keeps its history
+    # the token that stands for a batch of nothing but padding is zeroed like padding, and keeps its
+    # graph
     if packed.num_documents == 0:
         row = row.masked_fill(torch.ones_like(row, dtype=torch.bool), 0)
     return flat.index_copy(0, packed.indices.to(row.device), row.squeeze(0)).reshape(
@@ -88,7 +90,7 @@ def with_left_pad_tokens(packed: PackedSequence, indices: Tensor) -> PackedSeque
 
     Args:
         packed: one document per row, padding dropped.
-        indices: int64 [L] on the host, rising: of these pad tokens in the flattened [B*S].
+        indices: int64 [L] on the host, rising: the pad tokens to keep, in the flattened [B*S].
     """
     assert packed.indices is not None
     kept = torch.cat((packed.indices.to("cpu"), indices))

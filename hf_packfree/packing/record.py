@@ -29,11 +29,11 @@ Integers = NDArray[np.integer[Any]]
 def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
     """Return int32 [N+1], the offsets of N groups, and int32 [M], every element's group.
 
-    Plans are made with numpy because the GPU waits for them: its short operations take less time
-    than torch's.
+    Plans are made with numpy, whose calls on short arrays take less time than torch's: the GPU
+    waits for plans.
 
     Args:
-        sizes: integers [N], each 1 at least, M together.
+        sizes: integers [N], each at least 1, of sum M.
     """
     offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
     np.cumsum(sizes, out=offsets[1:])
@@ -41,14 +41,14 @@ def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
 
 
 def _sizes(lengths: Sequence[int] | Tensor | Integers) -> Integers:
-    """Return document lengths as int64 [N]; refuse what are none."""
+    """Return document lengths as int64 [N]; refuse anything but integers of at least 1."""
     try:
         sizes = np.asarray(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
         listed = isinstance(lengths, (list, tuple)) and any(
             isinstance(length, (bool, np.bool_)) for length in lengths
         )
     except (ValueError, RuntimeError):
-        # of several dimensions, or on meta
+        # lengths of several dimensions, or on meta
         sizes, listed = np.empty((0, 0)), False
     whole = sizes.ndim == 1 and (sizes.dtype.kind in "iu" or sizes.size == 0) and not listed
     if not whole or sizes.size == 0 or sizes.min() < 1:
@@ -56,7 +56,7 @@ def _sizes(lengths: Sequence[int] | Tensor | Integers) -> Integers:
             f"found document lengths {sizes.tolist() if whole else lengths}; wanted one or more "
             "integers, each of at least one token; drop empty documents before packing"
         )
-    # in which no sum overflows
+    # float64, which does not overflow
     total = sizes.sum(dtype=np.float64)
     if total > np.iinfo(np.int32).max:
         raise BoundaryError(
@@ -67,20 +67,20 @@ def _sizes(lengths: Sequence[int] | Tensor | Integers) -> Integers:
 
 
 def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, Integers]:
-    """Cut each segment into chunks of `size` tokens, its last one maybe shorter, P of them
-    together; int32 on the host.
+    """Cut each segment into chunks of `size` tokens, the last one maybe shorter; P chunks in all;
+    int32 on the host.
 
     Returns:
         offsets: [N+1], each segment's first chunk, and the number of chunks.
-        segment, number: [P], the segment of each chunk, and its number there. Where the record is
-            `bounded`, P is T // size + N, and the chunks beyond the row's are of its last segment,
-            which is empty.
+        segment, number: [P], the segment of each chunk, and the chunk's number in its segment.
+            Where the record is `bounded`, P is T // size + N, and surplus chunks belong to the last
+            segment, which is empty.
     """
     offsets, segment = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
     number = np.arange(len(segment), dtype=np.int32) - offsets[segment]
     if packed.bounded:
         spare = packed.num_tokens // size + packed.num_segments - len(segment)
-        # np.pad takes 20 us
+        # not np.pad, which takes 20 us
         last = np.full(spare, packed.num_segments - 1, dtype=np.int32)
         segment = np.concatenate((segment, last))
         number = np.concatenate((number, np.zeros_like(last)))
@@ -103,18 +103,20 @@ class PackedSequence:
         seq_idx: int32 [1, T], on the model's device; the segment number of every token, 0 to N-1.
         max_seqlen: tokens in the longest segment; a host int, so that reading it never waits for
             the device.
-        batch_shape: (B, S), the shape of the caller's batch and of what it gets back.
+        batch_shape: (B, S), the shape of the caller's batch and of the outputs that the caller
+            gets.
         indices: int64 [T], on the model's device; each token's index into the caller's flattened
-            [B*S], or None when the row is all of it in order (no padding was dropped).
+            [B*S], or None when the row is the whole batch in order (no padding was dropped).
         padding_segments: numbers of the segments that are padding: a tail that aligns the row, or
             the one token that stands for a batch of nothing but padding.
-        left_pad_segments: numbers of those padding segments that are the pad token before a
-            left-padded document, kept because a label has to be predicted from it; layers mix
-            nothing into it.
-        plain: upstream would run the caller's batch exactly too: one document per row, padding in a
-            0/1 mask.
-        shard: under context parallelism, where in the whole row these tokens are; None: the row is
-            whole. `is_shard`, `whole_row`, `whole_batch`, `ranks` and `cut` ask for less.
+        left_pad_segments: numbers of those padding segments that hold the pad token before a
+            left-padded document, kept because the document's first label is predicted from it;
+            mixers output zeros there.
+        plain: whether upstream too runs the caller's batch exactly: one document per row, padding
+            in a 0/1 mask.
+        shard: under context parallelism, where this rank's tokens are in the whole row; None: the
+            row is whole. Most code only needs `is_shard`, `whole_row`, `whole_batch`, `ranks` or
+            `cut`.
         tree: each segment's parent, where documents share prefixes; None: every segment is a
             document of its own.
         unread: how many of each document's first tokens only serve as context for the later ones:
@@ -160,8 +162,8 @@ class PackedSequence:
             padding_segments, plain: see the class.
 
         Raises:
-            BoundaryError: a length is below 1 or no integer, there is none, or they are more tokens
-                than int32 counts.
+            BoundaryError: a length is below 1 or no integer, there are no lengths, or their sum
+                overflows int32.
 
         Examples:
             A document of three tokens and one of two, in a row whose `position_ids` restart with
@@ -202,8 +204,7 @@ class PackedSequence:
         """Build the record of a row in which documents share their beginnings: a forest of
         segments, laid depth first.
 
-        A document is the path from a root to the segment that it ends with, which may have
-        children.
+        A document is the path from a root to the document's last segment, which may have children.
 
         Args:
             segment_lengths: N integers of at least 1, in tokens.
@@ -212,10 +213,11 @@ class PackedSequence:
             device: of the tensors that kernels read.
 
         Returns:
-            The record; that of `from_lengths` where every segment is a root.
+            The record; the same as by `from_lengths` if every segment is a root.
 
         Raises:
-            BoundaryError: see `from_lengths`; or a parent is none of the segments before its child.
+            BoundaryError: see `from_lengths`; or a parent is not one of the segments before its
+                child.
 
         Examples:
             A prompt of three tokens with answers of two and of one:
@@ -241,7 +243,7 @@ class PackedSequence:
 
     @property
     def num_documents(self) -> int:
-        """The number of segments that are not padding; in a tree, of its leaves."""
+        """The number of segments that are not padding; in a tree, the number of leaves."""
         if self.tree is not None:
             return len(self.tree.leaves)
         return self.num_segments - len(self.padding_segments)
@@ -249,7 +251,7 @@ class PackedSequence:
     @property
     def num_real_tokens(self) -> int:
         """The number of tokens of the row that are not padding."""
-        # without reading lengths, where a compiled graph would end
+        # does not read lengths, which would break a compiled graph
         if not self.padding_segments:
             return self.num_tokens
         return self.num_tokens - sum(map(self.lengths.__getitem__, self.padding_segments))
@@ -261,12 +263,12 @@ class PackedSequence:
 
     @property
     def is_shard(self) -> bool:
-        """Whether these are one rank's tokens of a row that ranks share."""
+        """Whether the record is of one rank's tokens of a row that ranks share."""
         return self.shard is not None
 
     @property
     def whole_row(self) -> PackedSequence:
-        """The record of the row that ranks share; this one where they share none."""
+        """The record of the whole row that ranks share; this record if the row is not shared."""
         return self if self.shard is None else self.shard.row
 
     @property
@@ -276,7 +278,7 @@ class PackedSequence:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that share the row; 1 where none do."""
+        """The number of ranks that share the row; 1 if it is not shared."""
         return 1 if self.shard is None else self.shard.world
 
     def cut(self, row: Tensor, dim: int = 1, *, more: int = 0, fill: float = 0) -> Tensor:
@@ -319,7 +321,7 @@ class PackedSequence:
             return row
 
         def build(packed: PackedSequence) -> Tensor:
-            # on the host, because the number of results is not known on the device
+            # indices from the host, which would wait for the number of indices on the device
             real = packed._segments_outside(packed.padding_segments)
             indices = np.flatnonzero(np.repeat(real.numpy(), packed.cu_seqlens_cpu.diff().numpy()))
             return torch.from_numpy(indices).to(packed.seq_idx.device, non_blocking=True)
@@ -363,25 +365,24 @@ class PackedSequence:
         one plan.
 
         Args:
-            build: a function, identified by where it is defined; it may be nested in another, but
-                no lambda, and what it closes over has to be the same for the same `args`. Its
-                result may not hold the record.
+            build: a function, identified by its line of code; it may be nested but no lambda, and
+                its closure has to be the same for the same `args`. The result may not hold the
+                record.
             args: values whose `repr` tells them apart.
         """
-        # a string, because torch.compile writes guards that name it; not of qualified names, which
-        # it takes for equal there
+        # a string, since torch.compile's guards name it; with the line, since they take functions
+        # of equal qualified names for equal
         code = build.__code__
         key = f"{code.co_filename}:{code.co_firstlineno} {args}"
         if key not in self._memo:
-            # outside inference mode, because a record may be evaluated with first and trained with
-            # afterwards
+            # outside inference mode: a record of evaluation may be used in training later
             with torch.inference_mode(False):
                 self._memo[key] = build(self, *args)
         return self._memo[key]  # type: ignore[no-any-return]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequence:
-        """Return the record with its device tensors on `device`; the name is the one that
-        accelerate's hooks call.
+        """Return the record with its device tensors on `device`; accelerate's hooks call this
+        method by name.
         """
         if self.cu_seqlens.device == torch.device(device):
             return self

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowShard:
-    """Where a rank's tokens are in the whole row; host integers alone, so that every rank can take
-    the others' view.
+    """Where a rank's tokens are in the whole row; host integers only, so that a rank can compute
+    the other ranks' spans too.
 
     Attributes:
-        row: the record of the whole row, of T tokens, a multiple of W: the same on all ranks.
+        row: the record of the whole row, the same on all ranks; T is a multiple of W.
         batch: the record of the caller's batch, [B, S], that the row was made of.
         rank, world: this rank's number in its group, and W.
-        group: torch.distributed's; None: only plans are made, nothing is exchanged.
-        features: by kind of media: of the items that have placeholders in this shard, which of
-            their features are theirs.
+        group: the process group; None: only plans are made, nothing is exchanged.
+        features: {kind of media: slice}, for the items with placeholders in this shard: which of
+            the items' features belong to this shard's placeholders.
     """
 
     row: PackedSequence
@@ -50,11 +50,12 @@ class RowShard:
         return self.row.num_tokens // self.world
 
     def cut(self, row: Tensor, dim: int = 1, *, more: int = 0, fill: float = 0) -> Tensor:
-        """Return this rank's t tokens of a tensor of the row, and `more` that follow them.
+        """Return this rank's t tokens of a tensor of the whole row, and the `more` tokens that
+        follow them.
 
         Args:
             row: with the row's tokens in dimension `dim`: T, or fewer where the row was padded.
-            fill: stands for tokens that it lacks at its end.
+            fill: the value for tokens that the tensor lacks at its end.
         """
         missing = self.row.num_tokens + more - row.shape[dim]
         if missing:
@@ -84,7 +85,9 @@ class RowShard:
 
     @cached_property
     def sent(self) -> int:
-        """How many of its last tokens every rank sends when earlier tokens are gathered."""
+        """How many of its last tokens every rank sends when ranks gather the tokens before their
+        shards.
+        """
         return min(max(self._histories), self.tokens)
 
     def before(self) -> range:
@@ -107,11 +110,12 @@ class RowShard:
 def shard_row(
     packed: PackedSequence, rank: int, world: int, group: ProcessGroup | None = None
 ) -> PackedSequence:
-    """Return the record of the tokens that one of `world` ranks holds; its `shard` knows the rest.
+    """Return the record of the tokens that one of `world` ranks holds; `shard` of the result
+    describes the whole row.
 
-    A row that does not divide is padded by a segment of its own. A segment of the result is a
-    document's span on this rank: of a document that began on an earlier rank, `position_ids` go on
-    from there.
+    A row whose T is no multiple of `world` is padded by one segment. A segment of the result is a
+    document's span on this rank; if the document began on an earlier rank, its `position_ids`
+    continue.
 
     Args:
         packed: the record of a row of T tokens.
@@ -154,13 +158,15 @@ def shard_row(
 
 
 def shard_of(packed: PackedSequence) -> RowShard:
-    """Return where a rank's tokens are in the whole row; of a record that `shard_row` made."""
+    """Return the `shard` of a record that `shard_row` returned."""
     assert packed.shard is not None
     return packed.shard
 
 
 def with_history(packed: PackedSequence, tokens: int) -> PackedSequence:
-    """Return the record of a row whose first document has `tokens` more at its beginning."""
+    """Return the record of the row with `tokens` more tokens at the beginning of its first
+    document.
+    """
     first, *rest = packed.lengths
     return PackedSequence.from_lengths([tokens + first, *rest], device=packed.seq_idx.device)
 
@@ -172,7 +178,7 @@ def pad_row(row: Tensor, tokens: int, value: float = 0) -> Tensor:
 
 
 def _divisible(packed: PackedSequence, world: int) -> PackedSequence:
-    """Return the record of the row itself, [1, T], with a padding segment at its end where T is no
+    """Return the record of the packed row, [1, T], with a padding segment at the end if T is no
     multiple of `world`.
     """
     missing = -packed.num_tokens % world

@@ -1,5 +1,5 @@
-"""A forest of shared prefixes: segments of a row that continue others, so that a prefix that
-samples share is in the row once.
+"""A forest of shared prefixes: segments continue other segments, so that a prefix that samples
+share is in the row once.
 
 Shapes: T tokens of the row, N segments.
 """
@@ -22,15 +22,15 @@ ROOT = -1
 
 
 class Size(NamedTuple):
-    """Of a row: its tokens, and the documents in it."""
+    """The size of a row: its number of tokens and of documents."""
 
     tokens: int
     documents: int
 
 
 class TreeSizes(NamedTuple):
-    """Of the rows that operations make of a tree: its paths one after the other, and the segments
-    of each depth.
+    """Sizes of the rows that operations build from a tree: one of all its paths, and one per depth
+    of the segments there.
     """
 
     paths: Size
@@ -45,9 +45,9 @@ class Tree:
         lengths: N numbers of tokens, in row order.
         parents: N numbers of segments, each before its children; `ROOT` where a path begins.
         before: N, the tokens in front of each segment on its path from the root.
-        depths: N, the segments in front of it there.
-        bounds: sizes of plans that other trees share, see `PackedSequence.bounded`; None: of this
-            tree alone.
+        depths: N, the number of segments in front of each segment on its path.
+        bounds: sizes to which plans are padded, so that other trees share them, see
+            `PackedSequence.bounded`; None: plans have this tree's own sizes.
     """
 
     lengths: tuple[int, ...]
@@ -58,10 +58,10 @@ class Tree:
 
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int | None] | Tensor) -> Tree:
-        """Build it from the segments' lengths and parents.
+        """Build the tree from the segments' lengths and parents.
 
         Raises:
-            BoundaryError: a parent is none of the segments before its child.
+            BoundaryError: a parent is not one of the segments before its child.
         """
         found = _parents(parents, len(lengths))
         before, depths = list[int](), list[int]()
@@ -88,7 +88,7 @@ class Tree:
 
     @property
     def sizes(self) -> TreeSizes:
-        """What its paths and its levels have, without bounds."""
+        """The sizes of the tree's own paths and levels, without bounds."""
         paths = [self.before[leaf] + self.lengths[leaf] for leaf in self.leaves]
         levels = [[0, 0] for _ in range(max(self.depths) + 1)]
         for depth, length in zip(self.depths, self.lengths, strict=True):
@@ -97,7 +97,9 @@ class Tree:
         return TreeSizes(Size(sum(paths), len(paths)), tuple(Size(*level) for level in levels))
 
     def padded(self, spare: int, bounds: TreeSizes | None = None) -> Tree:
-        """Return the tree of the row with `spare` tokens of padding after it, as one more root."""
+        """Return the tree with one more root of `spare` tokens at its end, which is padding;
+        without that where `spare` is 0.
+        """
         lengths, parents = self.lengths, self.parents
         if spare:
             lengths, parents = (*lengths, spare), (*parents, ROOT)
@@ -110,12 +112,12 @@ class Tree:
             segment = self.parents[segment]
 
     def path(self, segment: int) -> list[int]:
-        """Return the segments from the root to one, which is the last."""
+        """Return the segments on the path from the root to `segment`, which is the last."""
         return list(self.upwards(segment))[::-1]
 
     def sees(self) -> Tensor:
-        """Return bool [N, N] on the host: whether the first segment is the second, or goes on from
-        it by any number of others.
+        """Return bool [N, N] on the host: True at [i, j] if segment j is on the path from the root
+        to segment i.
         """
         seen = torch.eye(len(self.parents), dtype=torch.bool, device="cpu")
         for segment, parent in enumerate(self.parents):
@@ -124,8 +126,8 @@ class Tree:
         return seen
 
     def predecessors(self) -> Tensor:
-        """Return int64 [T] on the host: the token in front of each one on its path; -1 of a path's
-        first.
+        """Return int64 [T] on the host: for each token the token before it on its path; -1 for the
+        first token of a path.
         """
         found = np.arange(-1, sum(self.lengths) - 1)
         starts = self.starts
@@ -138,11 +140,12 @@ def refuse_tree(packed: Any, where: str) -> None:
     """Refuse a record with a tree.
 
     Args:
-        packed: a record, or what stands for none.
-        where: what cannot have one; follows "a tree of shared prefixes" in the message.
+        packed: a record, or any object that stands for none.
+        where: where a tree is not supported, in words that follow "a tree of shared prefixes" in
+            the message.
 
     Raises:
-        UnsupportedInput: it has one.
+        UnsupportedInput: the record has a tree.
     """
     if getattr(packed, "tree", None) is not None:
         raise UnsupportedInput(

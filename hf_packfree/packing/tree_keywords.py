@@ -1,5 +1,5 @@
 """A forward's arguments that describe a tree of shared prefixes: the record itself, or the keywords
-of TRL's tree packing. What is given must agree.
+of TRL's tree packing. All that are passed must agree.
 
 Shapes: T tokens of the row, N segments, K tokens of all paths together.
 """
@@ -25,7 +25,7 @@ _SEGMENTS = "tree_cu_seqlens_q"
 _KEYS = "tree_kv_index"
 """Integers [K]: the tokens on every segment's path from the root, its own at the end."""
 _PATHS = "tree_cu_seqlens_k"
-"""Integers [N+1]: the offsets of the paths in these."""
+"""Integers [N+1]: the offsets of the segments' paths in `_KEYS`."""
 _PARENTS = "tree_segment_parents"
 """Integers [N]; -1 where a segment has no parent."""
 _DEPTHS = "tree_segment_depths"
@@ -33,9 +33,9 @@ _DEPTHS = "tree_segment_depths"
 _LEVELS = "tree_level_sizes"
 """The number of segments at each depth."""
 _LONGEST = {"tree_max_seqlen_q": "a segment", "tree_max_seqlen_k": "a path"}
-"""Tokens of the longest one, or more."""
+"""At least the number of tokens of the longest segment, and of the longest path."""
 _PLANS = ("tree_n_chunks",)
-"""Hints for TRL's kernels, which say nothing of the tree."""
+"""Hints for TRL's kernels, which do not describe the tree."""
 KEYWORDS = (_SEGMENTS, _PATHS, _KEYS, _PARENTS, _DEPTHS, _LEVELS, *_LONGEST, *_PLANS)
 """The keywords of TRL 1.16, and those that huggingface/trl#7686 adds."""
 
@@ -47,10 +47,10 @@ def has_tree(arguments: Mapping[str, Any]) -> bool:
 
 
 def take_tree(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take the keywords of a tree out of a forward's keywords, and return them.
+    """Remove the keywords of a tree from a forward's keywords, and return them.
 
     Raises:
-        UnsupportedInput: one is unknown.
+        UnsupportedInput: a keyword that begins with `tree_` is unknown.
     """
     for name, value in kwargs.items():
         if name.startswith("tree_") and name not in KEYWORDS and value is not None:
@@ -74,16 +74,18 @@ def resolve_tree(
     """Build the record of a row that is a tree.
 
     Args:
-        keywords: what describes it, by name: `RECORD`, or of `KEYWORDS`.
-        positions: the caller's, [S], [1, S], or 3 or 4 such rows; None: along the paths.
-        mask: the caller's.
+        keywords: {name: value} of the arguments that describe the tree: `RECORD`, or any of
+            `KEYWORDS`.
+        positions: the caller's `position_ids`, [S], [1, S], or 3 or 4 such rows; None: positions
+            count along the paths.
+        mask: the caller's `attention_mask`.
         others: the names of the caller's other arguments that describe documents.
         shape: (B, S), rows and tokens of a row.
         device: of the tokens.
 
     Raises:
-        BoundaryError: a keyword is malformed, or one is missing.
-        BoundaryConflict: what is given disagrees.
+        BoundaryError: a keyword is malformed or missing.
+        BoundaryConflict: arguments disagree.
         UnsupportedInput: several rows, padding, or documents described in another way too.
     """
     if shape[0] != 1:
@@ -116,7 +118,7 @@ def _refuse_others(mask: Any, others: list[str]) -> None:
 
 
 def _read(keywords: Mapping[str, Any], tokens: int) -> tuple[PackedSequence, str]:
-    """Return the record and the name of what it was read from."""
+    """Return the record, and the name of the keyword that it was read from."""
     found: PackedSequence | None = keywords.get(RECORD)
     by_keywords = {name: value for name, value in keywords.items() if name != RECORD}
     if not by_keywords:
@@ -135,7 +137,7 @@ def _segments(packed: PackedSequence) -> tuple[Any, ...]:
 
 
 def _forest(keywords: Mapping[str, Any], tokens: int) -> tuple[Integers, tuple[int, ...]]:
-    """Return the segments' lengths and parents."""
+    """Return the lengths and parents of the segments, from TRL's keywords."""
     if _SEGMENTS not in keywords or not (
         _PARENTS in keywords or {_PATHS, _KEYS} <= keywords.keys()
     ):
@@ -179,7 +181,7 @@ def _parents_by_paths(starts: Integers, keys: Integers, paths: Integers) -> tupl
 
 
 def _check_keywords(keywords: Mapping[str, Any], tree: Tree) -> None:
-    """Compare what else was said with the tree."""
+    """Check the other keywords against the tree."""
     levels = Counter(tree.depths)
     said = {_DEPTHS: list(tree.depths), _LEVELS: [levels[depth] for depth in sorted(levels)]}
     for name, wanted in said.items():
@@ -225,7 +227,7 @@ def _offsets(name: str, keywords: Mapping[str, Any], total: int) -> Integers:
 
 
 def _integers(name: str, keywords: Mapping[str, Any]) -> Integers:
-    """Return integers as int64 on the host, of one dimension."""
+    """Return a keyword's integers, of one dimension, as int64 on the host."""
     given = integers_of(keywords[name])
     if given is None or given.ndim > 1 or given.numel() == 0:
         raise BoundaryError(
