@@ -1,5 +1,5 @@
 """Packed rows of documents with images, videos and audio, for any Trainer: the collator, and
-datasets of whole packs; and rows of samples that share their beginnings.
+datasets of packs; and rows of samples that share prefixes.
 """
 
 from hf_packfree.data.examples import Document

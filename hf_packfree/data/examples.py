@@ -27,7 +27,7 @@ FLAT = (
     "second_per_grid_ts",
     "video_second_per_grid",
 )
-"""Keywords whose items stand one after the other, in a document as in a row."""
+"""Keywords whose items are concatenated along the first dimension, in a document and in a row."""
 
 PADDED = ("input_features", "feature_attention_mask")
 """Keywords whose items are padded to the longest: [M, bins, frames] and [M, frames]."""
@@ -38,7 +38,9 @@ _SEVERAL: dict[str, Callable[[Tensor], bool]] = {
     "cu_seq_lens_q": lambda line: len(line) > 2,
     "seq_lengths": lambda line: len(line) > 1,
 }
-"""By which transformers, and TRL's `seq_lengths`, tell that documents were packed already."""
+"""{column: whether its values show that documents were packed already}, as transformers and TRL
+write them.
+"""
 
 _COLUMNS = {
     "image": ("images", "image"),
@@ -67,11 +69,11 @@ class Document:
 
 
 class Pack(list[Any]):
-    """Examples that share a row, chosen by the lengths that were given with them.
+    """Examples that share a row, chosen by the lengths that the user gave.
 
     Args:
         examples: for the collator.
-        max_length: the most tokens that they are together.
+        max_length: the most tokens of all examples together.
     """
 
     def __init__(self, examples: Iterable[Any], max_length: int) -> None:
@@ -79,10 +81,10 @@ class Pack(list[Any]):
         self.max_length = max_length
 
     def check(self, tokens: int) -> None:
-        """Refuse documents that are longer than the given lengths: a row would exceed `max_length`.
+        """Refuse a row that exceeds `max_length`, because the user's lengths were too small.
 
         Raises:
-            UnsupportedInput: they have more than `max_length` tokens.
+            UnsupportedInput: `tokens` is more than `max_length`.
         """
         if tokens > self.max_length:
             raise UnsupportedInput(
@@ -98,12 +100,13 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
     Args:
         output: `input_ids` [n] or [1, n], tensors or lists; the media's keywords; `attention_mask`,
             whose zeros at either end are cut off; `labels`, which are kept; `assistant_masks`.
-        assistant_only: ignore what `assistant_masks` says the assistant did not write.
+        assistant_only: set labels to -100 for tokens that the assistant did not write, by
+            `assistant_masks`.
 
     Raises:
-        UnsupportedInput: several texts, none, several documents packed already, padding inside of
-            one, lines of different lengths or of no whole numbers, or no `assistant_masks` where
-            they are wanted.
+        UnsupportedInput: the output is of several texts or of none, of documents that are packed
+            already, or has padding inside a document; tensors differ in length or hold no whole
+            numbers; or `assistant_masks` is missing with `assistant_only`.
         BoundaryError: media are of another kind than a processor's.
     """
     ids = _line("input_ids", output["input_ids"])
@@ -136,14 +139,13 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
 
 
 def _refuse_packs(output: Mapping[str, Any]) -> None:
-    """Refuse an example that was packed before: as one document its documents would read each
-    other.
-    """
+    """Refuse an example of several packed documents: treated as one document, they would leak."""
     for name, holds_several in _SEVERAL.items():
         if output.get(name) is None:
             continue
         line = _tensor(name, output[name]).squeeze()
-        # rows of mRoPE positions tell nothing, and are made anew
+        # mRoPE positions, which have several rows, do not show documents; the collator computes
+        # them anew
         if line.ndim == 1 and holds_several(line):
             raise UnsupportedInput(
                 f"found {name} of several documents in one example; wanted one document in each; "
@@ -186,8 +188,8 @@ def messages_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_assistant_mask(document: Document) -> None:
-    """Refuse releases of transformers whose assistant mask forgets that a placeholder becomes many
-    tokens.
+    """Refuse releases of transformers whose assistant mask ignores that a placeholder is expanded
+    to many tokens.
 
     Raises:
         UnsupportedInput: the document has media, and transformers is too old.
@@ -203,7 +205,9 @@ def check_assistant_mask(document: Document) -> None:
 
 
 def _line(name: str, value: Any, ids: Tensor | None = None) -> Tensor:
-    """Return one text's numbers [n] of [n] or [1, n]; refuse another length than that of `ids`."""
+    """Return a processor's output for one text, [n] or [1, n], as [n]; refuse another length than
+    that of `ids`.
+    """
     given = _tensor(name, value)
     line = given.to(torch.int64)
     if bool((line != given).any()):
@@ -255,7 +259,7 @@ def _assistant_mask(output: Mapping[str, Any], ids: Tensor) -> Tensor:
 
 
 def _items(example: Mapping[str, Any], kind: str) -> Sequence[Any]:
-    """Return what an example's own columns hold of one kind of media."""
+    """Return the media items of one kind from an example's columns, such as `images`."""
     for column in _COLUMNS[kind]:
         value = example.get(column)
         if value is None:
@@ -272,17 +276,17 @@ def _items(example: Mapping[str, Any], kind: str) -> Sequence[Any]:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether a value is what data sets make of a list: no text and no mapping, whose items would
-    be letters and names.
+    """Whether a value counts as a list: any iterable but texts and mappings, which iterate over
+    letters and names.
     """
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
 
 
 def check_whole(name: str, value: Any) -> int:
-    """Return a whole number of at least 1.
+    """Return the value as int if it is a whole number of at least 1.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(
@@ -292,7 +296,7 @@ def check_whole(name: str, value: Any) -> int:
 
 
 def in_brief(value: Any) -> str:
-    """Return a value as part of a sentence."""
+    """Return a value's repr, shortened for an error message."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:60]}... ({type(value).__name__})"
 
@@ -314,7 +318,9 @@ def _says_what_it_is(part: Any) -> bool:
 
 
 def _filled(part: Mapping[str, Any], waiting: Mapping[str, Iterator[Any]]) -> dict[str, Any]:
-    """Return a part with its media; datasets write None for the keys that other parts have."""
+    """Return a message's part with its media item added; keys with None, which datasets add for the
+    keys of other parts, are dropped.
+    """
     given = {name: value for name, value in part.items() if value is not None}
     kind = given["type"]
     if kind not in waiting or any(name in given for name in _PAYLOADS):

@@ -18,7 +18,7 @@ from hf_packfree.data.vision import PackedVisionCollator
 from hf_packfree.errors import UnsupportedInput
 
 _BLOCK = 1000
-"""Documents that are packed together: the library's time grows with their square."""
+"""Documents that `binpacking` packs at a time: its time grows with the square of their number."""
 
 
 class PackedDataset(torch.utils.data.Dataset[list[Any]]):
@@ -35,9 +35,9 @@ class PackedDataset(torch.utils.data.Dataset[list[Any]]):
         max_length: the most tokens of a pack.
 
     Raises:
-        UnsupportedInput: an example is longer than `max_length`, documents being never cut, or
-            there are more or fewer lengths than examples. The collator raises it where a pack turns
-            out to be longer than its lengths said.
+        UnsupportedInput: an example is longer than `max_length` (documents are never cut), or there
+            are not as many lengths as examples. The collator raises it too, if a pack is longer
+            than its lengths add up to.
         ValueError: a length, or `max_length`, is no whole number of at least 1.
         ImportError: binpacking is not installed.
 
@@ -69,18 +69,18 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
     """A stream's documents in packs of at most the collator's `max_length` tokens, `buffer`
     documents considered at a time.
 
-    The processor runs here, once for each example, so in the DataLoader's worker processes where
-    there are any. Documents that are too long are treated as the collator treats them.
+    The processor runs once for each example when the dataset is read, in the DataLoader's worker
+    processes if there are any. Documents that are too long are raised or dropped, as the collator's
+    `overlong` says.
 
     Args:
-        stream: an iterable of examples for the collator. An `IterableDataset` of `datasets` shares
-            itself out over worker processes; of any other stream each worker takes every n-th
+        stream: an iterable of examples for the collator. An `IterableDataset` of `datasets` splits
+            itself over worker processes; of any other stream each of n workers takes every n-th
             example.
-        collator: which has a `max_length`.
+        collator: turns examples into documents; needs a `max_length`.
         buffer: how many documents are packed together; more fill packs better and take more memory.
-        shared_out: whether the stream gives each worker process other examples. Those
-            of torch's `IterableDataset` may or may not, and have to be told of where there are
-            several.
+        shared_out: whether the stream gives each worker process other examples. Required for
+            torch's `IterableDataset` with several workers, which may or may not.
 
     Raises:
         ValueError: the collator has no `max_length`, or `buffer` is no whole number of at least 1.
@@ -106,7 +106,7 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
         self._begun = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch it is, if it wants to know: those of `datasets` shuffle anew
+        """Pass the epoch on to the stream, if that has a `set_epoch`; streams of `datasets` shuffle
         by it.
         """
         if hasattr(self.stream, "set_epoch"):
@@ -117,8 +117,8 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
 
         Raises:
             UnsupportedInput: a document is longer than `max_length` and the collator's `overlong`
-                is "raise"; the stream is an iterator that was begun before, or one of torch's of
-                which nobody knows whether several workers share it.
+                is "raise"; the stream is an iterator that was read before, or torch's
+                `IterableDataset` with several workers and without `shared_out`.
         """
         examples = iter(self._share_of_this_worker())
         while batch := list(islice(examples, self.buffer)):
@@ -143,10 +143,10 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[list[Document]]):
         return islice(self.stream, worker.id, None, worker.num_workers)
 
     def _is_shared_out(self) -> bool:
-        """Whether several worker processes get other examples of the stream each."""
+        """Whether the stream itself gives each worker process other examples."""
         if self.shared_out is not None:
             return self.shared_out
-        # a map-style one of that library gives every process all of it
+        # not `Dataset`, the map-style class of that library, which gives every process all examples
         of_datasets = any(
             kind.__name__ == "IterableDataset" and kind.__module__.startswith("datasets.")
             for kind in type(self.stream).__mro__
@@ -170,7 +170,7 @@ def packs_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
     Raises:
         UnsupportedInput: a document is longer than `max_length`.
-        ValueError: a number is not whole, or below 1.
+        ValueError: a length or `max_length` is not whole, or below 1.
         ImportError: binpacking is not installed.
     """
     max_length = check_whole("max_length", max_length)
@@ -199,5 +199,5 @@ def packs_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 
 def _plain(lengths: Sequence[int]) -> Sequence[int]:
-    """Return Python's numbers of an array's or a tensor's."""
+    """Return the lengths of an array or a tensor as Python's numbers; others unchanged."""
     return lengths.tolist() if hasattr(lengths, "tolist") else lengths

@@ -32,8 +32,8 @@ class PrefixRow:
         input_ids: int64 [1, T].
         packed_sequence: the record of its segments.
         index: for each sample, int64 [n]: where its tokens are in the row.
-        before: int64 [1, T]: where the token is that predicts this one, the one before it in its
-            samples; -1 for the first token of a sample.
+        before: int64 [1, T]: for each token the place in the row of the token that predicts it, the
+            one before it in its samples; -1 for the first token of a sample.
         counts: int64 [1, T]: how many samples hold each token.
         labels: int64 [1, T]: the token itself where some sample has a label, unshifted; -100
             elsewhere, and for the first token of a sample.
@@ -50,7 +50,9 @@ class PrefixRow:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The keywords of a patched model's call, `input_ids`, `position_ids` and the record."""
+        """The keywords for a call of a patched model: `input_ids`, `position_ids` and the
+        record.
+        """
         packed = self.packed_sequence
         return {
             "input_ids": self.input_ids,
@@ -60,7 +62,8 @@ class PrefixRow:
 
     def log_probs(self, hidden: Tensor, model: Any, **options: Any) -> TokenLogProbs:
         """Return the log-probability of every label given the tokens before it in its samples, and
-        what else `token_log_probs` gives; a token that several samples share is computed once.
+        the other statistics of `token_log_probs`; a token that several samples share is computed
+        once.
 
         The last token of a prefix predicts the first of each branch.
 
@@ -89,11 +92,11 @@ class PrefixRow:
         )
 
     def summed(self, of_samples: Sequence[Tensor]) -> Tensor:
-        """Return a row [1, T], for each token the sum of what its samples have there: weights of a
-        loss, say.
+        """Return a row [1, T] of sums: for each token, the sum of its samples' values, such as the
+        weights of a loss.
 
         Args:
-            of_samples: [n] each, like a sample.
+            of_samples: [n] for each sample, a value per token.
         """
         given = torch.cat(list(of_samples))
         row = given.new_zeros(self.input_ids.shape[1])
@@ -124,16 +127,16 @@ def pack_prefixes(
 
     Args:
         samples: token ids, one or more each.
-        labels: of each sample, as long as it: the token's id where it is trained, -100 where not.
-            Default: every token.
-        loss_weights: of each sample, one for all its labels (an advantage, say) or one for each
-            token. Default: 1.
+        labels: for each sample, of the same length: the token's id where it is trained, -100 where
+            not. Default: every token is trained.
+        loss_weights: for each sample, one number for all its labels (such as an advantage) or one
+            per token. Default: 1.
         shortest: the fewest tokens of a shared segment; shorter ones are repeated in their
             children, because every level of depth costs a call of the delta rule.
 
     Raises:
-        BoundaryError: there is no sample, or one is no row of whole numbers; labels or weights are
-            not those of the samples.
+        BoundaryError: there is no sample, or a sample is no row of whole numbers; labels or weights
+            do not fit the samples.
 
     Examples:
         A prompt of three tokens, and two answers:
@@ -190,7 +193,7 @@ def pack_prefixes(
 def _have_labels(
     samples: list[Tokens], labels: Sequence[Sequence[int] | Tensor] | None
 ) -> NDArray[np.bool_]:
-    """Return which of all samples' tokens have a label."""
+    """Return for all samples' tokens, one after the other, whether they have a label."""
     if labels is None:
         return np.ones(sum(map(len, samples)), dtype=np.bool_)
     found = []
@@ -209,7 +212,7 @@ def _have_labels(
 def _weights(
     samples: list[Tokens], given: Sequence[float | Sequence[float] | Tensor] | None
 ) -> NDArray[np.float32]:
-    """Return the weight of each of all samples' tokens."""
+    """Return the weights of all samples' tokens, one after the other."""
     of_samples = (
         [1.0] * len(samples) if given is None else _one_each(samples, given, "loss weights")
     )
@@ -237,14 +240,14 @@ def _one_each(samples: list[Tokens], given: Sequence[Any], what: str) -> Sequenc
 
 
 def _in_python(values: Any) -> Any:
-    """Return what a tensor holds, of any dtype and on any device; else the same."""
+    """Return a tensor, of any dtype and on any device, as lists; other values unchanged."""
     return values.tolist() if isinstance(values, Tensor) else values
 
 
 @dataclass(eq=False)
 class _Node:
-    """A node of the tree: tokens that the same samples share, its children, and where it is in the
-    row.
+    """A node of the prefix tree: tokens that the same samples share, the children, and the node's
+    start in the row.
     """
 
     tokens: Tokens
@@ -321,7 +324,7 @@ def _places(root: _Node, sample: Tokens) -> Tokens:
     """Return where a sample's tokens are in the row."""
     places, node = list[Tokens](), root
     while sample.size:
-        # of two children, the one that shares more of a sample is in the same subtree
+        # the child that shares most of the sample leads to the sample's own node
         shared, child = _closest(node, sample)
         assert child is not None
         places.append(np.arange(child.start, child.start + shared))

@@ -34,11 +34,11 @@ _CONFIGS = {
     "Qwen2_5_VLProcessor": "Qwen2_5_VLConfig",
     "Qwen3OmniMoeProcessor": "Qwen3OmniMoeThinkerConfig",
 }
-"""Processors, and configurations that number their media as the model's own does, but for how
-fast time passes in videos.
+"""{processor's class: configuration's class}; default configurations by which media get the
+positions of the model's own, except for the speed of time in videos.
 """
 _FIXED = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-"""Keywords of `apply_chat_template` that make a document of messages."""
+"""Keywords with which `apply_chat_template` turns messages into a document."""
 _PLACEHOLDERS = ("image", "video", "audio")
 _AROUND = {
     "vision_start_token": "<|vision_start|>",
@@ -48,8 +48,8 @@ _AROUND = {
     "audio_bos_token": "<|audio_start|>",
     "audio_eos_token": "<|audio_end|>",
 }
-"""Attributes of processors for the tokens before and after media, and the spelling where a
-processor has none.
+"""{attribute of processors for a token before or after media: the token where a processor lacks the
+attribute}.
 """
 
 
@@ -81,28 +81,28 @@ class PackedVisionCollator:
     - position_ids: [4, 1, T], each document numbered by upstream's own `get_rope_index`; see
       `config`.
 
-    Documents are never cut. The collator holds no model and no state but a count, and can be
-    pickled.
+    Documents are never cut. The collator holds no model, and no state but the number of dropped
+    documents; it can be pickled.
 
     Args:
         processor: of the model, with a chat template where examples are messages.
         max_length: the most tokens of a document; None: any number.
-        overlong: what to do with longer ones: "raise", or "drop" them, counted in `dropped` and
-            said in the log. A batch of which nothing is left is a row of padding, whose loss and
-            gradients are zero in a patched model.
-        pad_to_multiple_of: lengthen the row to a multiple by pad tokens, which are padding segments
-            (FP8 needs 16).
+        overlong: what to do with longer documents: "raise", or "drop", which counts them in
+            `dropped` and logs it. If none of a batch is left, the row is all padding, whose loss
+            and gradients are zero in a patched model.
+        pad_to_multiple_of: pad the row to a multiple of this number of tokens; the pad tokens are
+            padding segments (FP8 needs 16).
         assistant_only_loss: labels are -100 outside of what the assistant wrote, as the chat
             template marks it.
-        config: the model's (of an omni model its thinker's), from which positions are numbered.
-            Without one they are where the processor says enough: all media of Qwen3-VL's, which
-            Qwen3.5 shares, and all but videos of Qwen2.5-VL's and Qwen3-Omni's. Other rows with
-            media are left to the model, and a warning says so once.
+        config: the model's (for an omni model its thinker's), for computing mRoPE positions.
+            Without it the processor is enough for all media of Qwen3-VL's, which Qwen3.5 shares,
+            and for all but videos of Qwen2.5-VL's and Qwen3-Omni's. For other rows with media the
+            model computes positions, and a warning says so once.
         chat_template_kwargs: more keywords of `apply_chat_template`, such as `fps` or
             `load_audio_from_video`.
 
     Raises:
-        ValueError: an option is none of these.
+        ValueError: an option has another value.
 
     Attributes:
         dropped: how many documents were left out, in this process: worker processes count for
@@ -142,7 +142,7 @@ class PackedVisionCollator:
         self.assistant_only_loss = assistant_only_loss
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.dropped = 0
-        # which tokenizers build anew on each call
+        # kept, because tokenizers build the vocabulary anew on each call
         vocabulary = processor.tokenizer.get_vocab()
         found = {
             kind: vocabulary.get(getattr(processor, f"{kind}_token", None))
@@ -163,8 +163,8 @@ class PackedVisionCollator:
 
         Raises:
             UnsupportedInput: a document is longer than `max_length` and `overlong` is "raise"; the
-                batch is empty; an example cannot be read; a pack is longer than its data set was
-                told.
+                batch is empty; an example cannot be read; a pack is longer than the lengths given
+                to `PackedDataset`.
             BoundaryError: a document's placeholders are not those of its media.
         """
         given = [document for example in examples for document in self._documents(example)]
@@ -189,7 +189,7 @@ class PackedVisionCollator:
         `len(document)`.
 
         Raises:
-            UnsupportedInput: it is no document, or not one alone.
+            UnsupportedInput: the example is no document, or a list of several.
         """
         if isinstance(example, Document):
             return example
@@ -212,7 +212,7 @@ class PackedVisionCollator:
         """Return the documents that are not longer than `max_length`.
 
         Raises:
-            UnsupportedInput: one is, and `overlong` is "raise".
+            UnsupportedInput: a document is longer, and `overlong` is "raise".
         """
         kept = []
         for document in documents:
@@ -240,7 +240,7 @@ class PackedVisionCollator:
         )
 
     def _row_of_padding(self) -> dict[str, Any]:
-        """Return the shortest row that has no document, so that a step, and other ranks, go on."""
+        """Return the shortest row of padding, so that the step still runs, as other ranks need."""
         ids = torch.full((1, self.pad_to_multiple_of), self._pad_token())
         return {
             "input_ids": ids,
@@ -253,7 +253,7 @@ class PackedVisionCollator:
         tail = -len(ids) % self.pad_to_multiple_of
         media, lengths = _joined_media(documents), [len(document) for document in documents]
         positions = self._positions(ids, _offsets(lengths), media)
-        # without positions, a padding segment is known by equal tokens in segments of one each
+        # without positions, padding is recognised by equal tokens in one-token segments
         if positions is None:
             lengths += [1] * tail
         elif tail:
@@ -270,7 +270,7 @@ class PackedVisionCollator:
             **media,
         }
         if positions is not None:
-            # 0 at each, because a padding segment is known by equal positions
+            # 0 for every pad token: padding is recognised by equal positions
             row["position_ids"] = F.pad(positions, (0, tail))
         longest = max(lengths)
         return row | {
@@ -283,7 +283,9 @@ class PackedVisionCollator:
     def _positions(
         self, ids: Tensor, cu_seqlens: Tensor, media: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """Return [4, 1, T], or None where only the model can number media."""
+        """Return position_ids [4, 1, T], or None where only the model can compute those of
+        media.
+        """
         if self._config is not None:
             source = rope_source(self._config)
             if "video_grid_thw" not in media or self._knows_seconds or not counts_seconds(source):
@@ -340,14 +342,14 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
 
 
 def _with_tail(lengths: Sequence[int], tail: int, is_pad: Tensor) -> list[int]:
-    """Return lengths of segments, the last of which is the tail, and documents of one pad token
-    just before it.
+    """Return the lengths of segments: of the documents, and last of the padding tail, with which
+    documents of a single pad token just before it are merged.
 
-    Positions tell these from a tail as little as labels do: they predict nothing.
+    Neither positions nor labels distinguish such documents from the tail, and they predict nothing.
 
     Args:
         lengths: of the documents.
-        is_pad: bool [T], which of their tokens are pad tokens.
+        is_pad: bool [T], which of the documents' tokens are pad tokens.
     """
     kept = list(lengths)
     while kept and kept[-1] == 1 and bool(is_pad[sum(kept) - 1]):
@@ -358,10 +360,10 @@ def _with_tail(lengths: Sequence[int], tail: int, is_pad: Tensor) -> list[int]:
 def _config_of(
     processor: Any, placeholders: Mapping[str, int], vocabulary: Mapping[str, int]
 ) -> Any:
-    """Return a configuration with what a processor says of its media, or None where the
-    processor is not known.
+    """Return a configuration with the processor's ids and sizes of media, or None for a processor
+    that is not in `_CONFIGS`.
     """
-    # which loads transformers
+    # imported here, because it loads transformers
     from hf_packfree.models import compat
 
     names = [name for name in (cls.__name__ for cls in type(processor).__mro__) if name in _CONFIGS]
