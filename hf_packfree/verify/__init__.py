@@ -1,5 +1,5 @@
-"""The leak, measured: packed documents against the same documents alone, with a control that
-must fail.
+"""Measurement of leaks: packed documents against the same documents alone, with an unpatched
+control that must leak.
 """
 
 from hf_packfree.verify.model_source import build_model

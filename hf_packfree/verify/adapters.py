@@ -1,4 +1,4 @@
-"""Folders of PEFT adapters, as trainers save them: which model they are for, and loading them."""
+"""Folders of PEFT adapters, as trainers save them: their base model, and loading them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hf_packfree.errors import UnsupportedModel, in_short
 
 
 def base_of_adapters(folder: str | Path) -> str | None:
-    """Return the name of the base model of a folder of adapters, or None if it holds none.
+    """Return the name of the base model of a folder of adapters, or None if the folder holds no
+    adapters.
 
     Raises:
-        UnsupportedModel: the folder does not say which model.
+        UnsupportedModel: the folder does not name its base model.
     """
     path = Path(folder) / "adapter_config.json"
     if not path.is_file() or (Path(folder) / "config.json").is_file():
@@ -32,25 +33,26 @@ def with_adapters(model: Any, folder: str | Path, *, weights: bool = True) -> An
     """Put the adapters of a folder on a model.
 
     Args:
-        model: their base model.
+        model: the adapters' base model.
         folder: as PEFT saves it.
         weights: whether to load the saved weights; otherwise PEFT initialises new ones.
 
     Raises:
-        UnsupportedModel: PEFT cannot, or is not installed.
+        UnsupportedModel: PEFT cannot load the adapters, or is not installed.
     """
     try:
         from peft import PeftConfig, PeftModel, get_peft_model
 
         config = PeftConfig.from_pretrained(str(folder))
-        # PEFT imports what `megatron_core` names, a file in the current folder, say
+        # PEFT imports the module that `megatron_core` names, which may be a file in the current
+        # folder
         if getattr(config, "megatron_config", None):
             raise ValueError("they name code to import, by megatron_config")
         if weights:
             return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         return get_peft_model(model, config)
     except Exception as error:
-        # PEFT checks every field in its own way
+        # PEFT raises errors of many classes for bad fields
         raise UnsupportedModel(
             f"found adapters under {str(folder)!r} that cannot be put on their model "
             f"({in_short(error)}); wanted PEFT's, and PEFT "

@@ -34,22 +34,23 @@ def first_batch_influence(
     """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ...
     change.
 
-    In a vision-language model the pixels and audio of those documents change too, and then those of
-    the others, because a tower may look ahead; the larger number counts.
+    In a vision-language model the pixels and audio of those documents change too, and then
+    documents 1, 3, 5 ... are changed instead, because a tower may look ahead; the larger number
+    counts.
 
     All forwards draw the same random numbers, so that dropout and noise are the same in each; the
-    batch as it is runs twice, which tells whether they are.
+    unchanged batch runs twice, to check that.
 
     Under context parallelism every rank changes and compares its own tokens, of the same documents,
     and the largest number of all ranks counts.
 
-    Takes three forwards without gradients, four in a vision-language model, and none where a head
-    has read already that the batch is not packed; in a process group always that many, since the
-    forwards of a sharded model are collective. The random state is as before afterwards.
+    Takes three forwards without gradients, four in a vision-language model. None where the head has
+    already found that the batch is not packed, except in a process group, where the forwards of a
+    sharded model are collective. The random state is restored afterwards.
 
     Args:
-        module: a patched text model, such as Qwen3_5TextModel, or what holds towers: a
-            vision-language model, such as Qwen3_5Model, or the whole thinker of transformers before
+        module: a patched text model, such as Qwen3_5TextModel, or the module with towers: a
+            vision-language model, such as Qwen3_5Model, or the whole thinker in transformers before
             5.22.
         args, kwargs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, H], and the
             boundaries.
@@ -60,8 +61,8 @@ def first_batch_influence(
 
     Raises:
         LeakDetected: the change is above rounding.
-        BlindMeasurement: it is, but so is the difference between two runs of the same batch, or
-            other tokens draw more or fewer random numbers.
+        BlindMeasurement: the change is above rounding, but so is the difference between two runs of
+            the same batch, or the changed tokens draw more or fewer random numbers.
     """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     inputs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -107,7 +108,7 @@ def _has_neighbours(record: Any) -> bool:
 
 @contextmanager
 def _watched(module: nn.Module) -> Iterator[list[PackedSequence]]:
-    """Collect the records of packed forwards in the block, in place of other observers."""
+    """Collect the records of packed forwards in the block; other observers are off meanwhile."""
     seen: list[PackedSequence] = []
 
     def watch(packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
@@ -128,14 +129,14 @@ def _watched(module: nn.Module) -> Iterator[list[PackedSequence]]:
 
 @contextmanager
 def _random_numbers_kept(module: nn.Module) -> Iterator[set[torch.device]]:
-    """Let the block draw random numbers on the host and on the module's GPUs, which it gets; they
-    are then drawn once more.
+    """Restore the random state of the host and of the module's GPUs after the block; yields these
+    GPUs.
     """
     python, numpys = random.getstate(), np.random.get_state()
-    # of Apple's GPUs torch cannot name one to keep the numbers of
+    # torch cannot fork the random state of Apple's GPUs by device
     gpus = {p.device for p in module.parameters() if p.device.type not in ("cpu", "meta", "mps")}
     if torch.cuda.is_available():
-        # where parameters wait on the host
+        # also where offloaded parameters are on the host
         gpus.add(torch.device("cuda", torch.cuda.current_device()))
     kind = next((gpu.type for gpu in gpus), "cuda")
     try:
@@ -147,7 +148,9 @@ def _random_numbers_kept(module: nn.Module) -> Iterator[set[torch.device]]:
 
 
 def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, list[Any]]:
-    """Return [B, S, H], of a head too, whose logits would be larger, and what `_drawn` does."""
+    """Return the last hidden states [B, S, H], also of a model with a head, whose logits would take
+    more memory, and the result of `_drawn`.
+    """
     with _random_numbers_kept(module) as gpus:
         if not hasattr(module, "lm_head"):
             states = module.forward(**inputs).last_hidden_state
@@ -158,8 +161,8 @@ def _last_states(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, 
 
 
 def _drawn(gpus: set[torch.device]) -> list[Any]:
-    """Return the states of all generators, which differ if another number of random values was
-    drawn.
+    """Return the states of all random generators, which differ after two runs that drew different
+    numbers of values.
     """
     numpys: Any = np.random.get_state()
     states = [torch.get_rng_state()]
@@ -196,7 +199,9 @@ def _judge(influence: float, noise: float, draws_others: bool, limit: float, wha
 
 
 def observers_of(module: nn.Module) -> list[Any]:
-    """Return what is called before every training forward of the text model in a patched module."""
+    """Return the list of functions that are called before every training forward of the text model
+    in a patched module.
+    """
     state = module.packfree
     return state.observers if isinstance(state, PatchState) else []
 
@@ -209,8 +214,8 @@ def in_process_group() -> bool:
 def _changed(
     module: nn.Module, inputs: dict[str, Any], packed: PackedSequence, parity: int
 ) -> tuple[dict[str, Any], Tensor]:
-    """Return the inputs with every second document changed, from `parity` on, and bool [B, S]:
-    the tokens of the others.
+    """Return the inputs with documents `parity`, `parity` + 2, ... changed, and bool [B, S]: the
+    tokens of the other documents.
     """
     rows, tokens = packed.batch_shape
     number = torch.full((rows * tokens,), -1, dtype=torch.int32, device=packed.seq_idx.device)
@@ -242,8 +247,8 @@ def _changed(
 
 
 def _by_branches(tree: Tree, inner: int) -> Tensor:
-    """Return a number for every segment, int32 [N]: a leaf's among the leaves, and `inner` for the
-    others, which must not change with them.
+    """Return int32 [N], a number for every segment: a leaf's number among the leaves, and `inner`
+    for other segments, which must not change.
     """
     numbers = torch.full((len(tree.parents),), inner, dtype=torch.int32, device="cpu")
     numbers[tree.leaves] = torch.arange(len(tree.leaves), dtype=torch.int32, device="cpu")
@@ -268,8 +273,8 @@ def _other_media(
 
 
 def _documents_of_items(ids: Tensor, packed: PackedSequence, kind: Media) -> Tensor:
-    """Return int64 [M] on the host: the document of every item of one kind, by the ids [T], or
-    [t] of a shard.
+    """Return int64 [M] on the host: the document of every media item of one kind, given the row's
+    ids [T], or a shard's [t].
     """
     if not packed.is_shard:
         offsets = media_offsets(ids, packed.cu_seqlens_cpu, kind)

@@ -1,4 +1,4 @@
-"""A model from whatever names it: a config, a folder, a hub id, or a built-in tiny one."""
+"""A model from a config, a folder, a hub id, or the name of a built-in tiny one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def build_model(
         evaluation mode if it has weights of its own, as `from_pretrained` leaves it.
 
     Raises:
-        UnsupportedModel: nothing has that name, transformers has no language model for the config,
-            or its files do not fit together.
+        UnsupportedModel: there is no model of that name, transformers has no language model for the
+            config, or the checkpoint's files do not fit together.
         ImportError: the checkpoint needs a package that is not installed.
     """
     if isinstance(source, (str, Path)) and (base := base_of_adapters(source)) is not None:
@@ -108,16 +108,17 @@ def _from_name(
 
 
 def meant(name: str | Path) -> str:
-    """Return a question after the family's name that is near, if one is."""
+    """Return " (did you mean ...?)" with the nearest name of a family, or ""."""
     near = get_close_matches(str(name), [family.name for family in FAMILIES], n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def refuse_missing_path(name: str | Path) -> None:
-    """Refuse what can only be a path, and is none: the hub, asked for it, complains of its letters.
+    """Refuse a name that can only be a path, where there is no such path: the hub would complain of
+    its letters instead.
 
     Raises:
-        UnsupportedModel: nothing is there.
+        UnsupportedModel: there is no such path.
     """
     text = str(name)
     is_path = isinstance(name, Path) or text.startswith(("/", ".", "~")) or text.count("/") > 1
@@ -137,7 +138,9 @@ def _from_config(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    """Draw the weights where they will be: billions of random numbers take a processor minutes."""
+    """Build a model with random weights, drawn on `device`: on the CPU billions of random numbers
+    take minutes.
+    """
     loader: Any = _class_for(config)
     with nullcontext() if device is None else torch.device(device):
         model: nn.Module = loader._from_config(
@@ -151,8 +154,8 @@ def _class_for(config: transformers.PretrainedConfig) -> Any:
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    # a config with a text model inside fits both mappings, but only the second one's class takes it
-    # whole
+    # a config with a text model inside is in both mappings, but only the second one's class takes
+    # the whole config
     autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText]
     for auto in autos[::-1] if hasattr(config, "text_config") else autos:
         if type(config) in auto._model_mapping:

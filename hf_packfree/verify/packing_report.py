@@ -21,7 +21,7 @@ class Limits:
     influence: float
 
     def at_least(self, logits: float, gradients: float) -> Limits:
-        """Return limits that allow what rounding was measured to do."""
+        """Return limits that are at least the given, measured rounding errors."""
         return replace(
             self, logits=max(self.logits, logits), gradients=max(self.gradients, gradients)
         )
@@ -44,8 +44,8 @@ Measured on an H200: 1.4e-4, 1e-3, 0.  Unpatched: 0.3, 1.1, 0.2.
 
 
 def limits_for(device: torch.device, dtype: torch.dtype, packages: Collection[str] = ()) -> Limits:
-    """Return the limits of rounding there; `packages` are the top-level packages whose functions
-    ran, such as "fla".
+    """Return the limits of rounding for a device and dtype; `packages` are the top-level packages
+    whose functions ran, such as "fla".
     """
     tf32 = "fla" in packages or torch.get_float32_matmul_precision() != "highest"
     return TF32 if (device.type, dtype) == ("cuda", torch.float32) and tf32 else LIMITS[dtype]
@@ -62,21 +62,21 @@ def relative_rms(found: Tensor, wanted: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One model on one packed row.
+    """The numbers of one model on one packed row.
 
     Attributes:
         logits: relative RMS of all outputs against a forward per document.
-        gradients: the same for the worst parameter's gradient; None when it was not measured.
-        worst_parameter: its name.
+        gradients: relative RMS of the gradient of the worst parameter; None if not measured.
+        worst_parameter: the name of that parameter.
         influence: relative RMS by which documents 1, 3, 5 ... change when the tokens of documents
-            0, 2, 4 ... do; with media, when their pixels and audio do too, and the larger one of
-            both directions.
+            0, 2, 4 ... do; with media, their pixels and audio are changed too, and the larger
+            number of both directions counts.
         cross_gradient: largest gradient of the last document's outputs with respect to another's
             inputs; with media, also of any document's with respect to a neighbour's pixels and
             audio.
         per_document: `logits` for each document.
-        prefix_gradient: in a tree the largest gradient of the last sample's outputs with respect to
-            what it shares with others; None elsewhere.
+        prefix_gradient: in a tree, largest gradient of the outputs of the last sample's own segment
+            with respect to the prefix that it shares; None elsewhere.
     """
 
     logits: float
@@ -94,22 +94,21 @@ class PackingReport:
 
     Attributes:
         model: the class that was measured.
-        family: its name in transformers or here.
-        device: where it was.
+        family: the model's family, by its name here, or else in transformers.
+        device: the model's.
         dtype: of its parameters.
         lengths: tokens of each document in the row; of each sample in a tree.
-        patched: the model as it is.
-        unpatched: the same weights without patches: the control; None without one.
-        limits: the limits of rounding, which depend on the dtype and on the kernels that ran; in
-            half precision twice what one rounding of the embeddings does to documents alone, where
-            that is more and packed documents are farther off.
-        media: "image", "video", "audio": which are in the documents.
+        patched: the numbers of the model as it was given, or patched if it was built here.
+        unpatched: the control, the same weights without patches; None without a control.
+        limits: the limits of rounding, which depend on the dtype and on the kernels that ran. In
+            half precision, where packed documents exceed these, at least twice the effect of
+            rounding the embeddings once on documents alone.
+        media: the kinds in the documents, of "image", "video" and "audio".
         autocast: the dtype that `torch.autocast` computed in, or None outside of it.
-        tree: the row was a tree of shared prefixes, and the documents its samples.
-        not_patched: why the model was measured as transformers has it; None where it can be
-            patched.
-        jitter: fields of the config, with their values, that multiply by noise in training, packed
-            or not; the model was measured in evaluation mode, without it.
+        tree: whether the row was a tree of shared prefixes, whose samples count as documents.
+        not_patched: why the model was measured unpatched; None where it can be patched.
+        jitter: fields of the config, with their values, for noise in training, packed or not;
+            the model was measured in evaluation mode, without this noise.
     """
 
     model: str
@@ -153,7 +152,7 @@ class PackingReport:
 
     @property
     def what(self) -> str:
-        """What was in the row."""
+        """The contents of the row, in words."""
         return "prefix-sharing samples" if self.tree else "packed documents"
 
     @property

@@ -35,8 +35,8 @@ class Probe:
     """Fixed documents and a fixed random functional of the outputs, for one model.
 
     Args:
-        reference: the context in which documents run alone, for models that run them in the patched
-            layers otherwise.
+        reference: the context in which documents run alone; for models that would otherwise run
+            them in the patched layers.
         masked: see `TextDocuments`.
         parents: where the documents are segments of a tree, see `TreeDocuments`.
 
@@ -109,8 +109,9 @@ class Probe:
         )
 
     def rounding(self) -> tuple[float, float]:
-        """Return how far documents alone move, logits and the worst parameter's gradient, when
-        every number of their embeddings does by one rounding, up or down.
+        """Return the relative RMS by which documents alone change, in logits and in the worst
+        parameter's gradient, if every number of the embeddings is moved by one rounding step, up or
+        down.
         """
         step = torch.finfo(self.autocast or self.dtype).eps
 
@@ -140,10 +141,11 @@ class Probe:
         return torch.cat(outputs), total
 
     def _refuse_no_numbers(self, alone: dict[str, Tensor]) -> None:
-        """Refuse documents alone that give NaN or Inf: a row of them cannot be compared.
+        """Refuse a model in which documents alone give NaN or Inf, since nothing can be compared
+        with them.
 
         Raises:
-            BlindMeasurement: they do.
+            BlindMeasurement: an output or a gradient is not finite.
         """
         bad = [name for name, found in alone.items() if not _is_finite(found)]
         if not bad:
@@ -168,8 +170,9 @@ class Probe:
         return ranks.whole(output.detach()), summed, *self._cross_gradient(ranks)
 
     def _cross_gradient(self, ranks: Ranks) -> tuple[float, float | None]:
-        """Return the gradients of the last document to others' embeddings, and of every second one
-        to others' pixels and audio; in a tree also to the prefix that it shares.
+        """Return the largest gradient of the last document's outputs with respect to others'
+        embeddings, or of any document's with respect to a neighbour's pixels and audio; and in a
+        tree the largest one with respect to the prefix of the last sample, else None.
         """
         inputs = self.documents.packed()
         features = {
@@ -195,10 +198,10 @@ class Probe:
     def _to_features(
         self, loss: Tensor, number: Tensor, embeds: list[Tensor], features: dict[str, Tensor]
     ) -> Iterator[float]:
-        """Yield the largest gradients of even documents' losses [T] to odd documents' media, and
-        the other way round.
+        """Yield the largest gradients of even documents' losses [T] with respect to odd documents'
+        media, and the other way round.
 
-        Embeddings are there to let a rank without media take part in what the ranks exchange.
+        `embeds` let a rank without media take part in the ranks' collectives.
         """
         for name, values in features.items():
             owner = self.documents.of_document(name)
@@ -215,8 +218,8 @@ class Probe:
 
     @torch.no_grad()
     def _influence(self, before: Tensor) -> float:
-        """Of even documents on odd ones; where media may look ahead, of odd ones on even ones
-        too.
+        """Return the influence of even documents on odd ones; with media, whose towers may look
+        ahead, also of odd ones on even ones, and the larger of both.
         """
         worst = 0.0
         for parity in (0, 1) if self.documents.media else (0,):
@@ -265,10 +268,10 @@ class Probe:
     def _worst(
         self, found: dict[str, Tensor], wanted: dict[str, Tensor]
     ) -> tuple[float | None, str | None]:
-        """Return the largest relative error of a gradient, and whose.
+        """Return the largest relative error of a gradient, and the parameter's name.
 
-        Some gradients are zero but for rounding (queries of one-token documents); sizes below a
-        hundredth of the median parameter's count as that.
+        Some gradients are only rounding noise (queries of one-token documents): errors are relative
+        to at least a hundredth of the median parameter's RMS.
         """
         if not wanted:
             return None, None
@@ -287,8 +290,8 @@ class Probe:
 
 
 def _takes_positions(model: nn.Module) -> bool:
-    """Whether the model of transformers in `model` takes `position_ids`; where they are not named,
-    ours reads them alone.
+    """Whether the model of transformers in `model` takes `position_ids`; a patched model does even
+    if its signature does not name them.
     """
     inner: Any = next(
         (part for part in model.modules() if isinstance(part, PreTrainedModel)), model
@@ -298,8 +301,8 @@ def _takes_positions(model: nn.Module) -> bool:
 
 
 def _no_text(source: Any, config: Any) -> set[int]:
-    """Return the ids that stand for media, of a source of which there may be none, and padding's:
-    its embedding is zeros, of which no root can be differentiated (Gemma 3n takes one).
+    """Return the ids that are no text: those of media, if there is a `source`, and the padding id,
+    whose embedding is zeros: Gemma 3n takes a square root of it, whose gradient is infinite there.
     """
     media = set() if source is None else set(media_tokens(source.config).values())
     padding = getattr(config, "pad_token_id", None)
@@ -307,7 +310,7 @@ def _no_text(source: Any, config: Any) -> set[int]:
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Whether no number is NaN or Inf; those of quantised weights are not looked at."""
+    """Whether no number is NaN or Inf; quantised weights are not checked."""
     return not (x.is_floating_point() and x.element_size() > 1) or bool(x.isfinite().all())
 
 
@@ -316,8 +319,8 @@ def _largest(gradient: Tensor) -> float:
 
 
 def _answers_per_token(model: nn.Module) -> bool:
-    """Whether the model's own output has one row per token; heads that pool a row are measured
-    at their trunk.
+    """Whether the model's output has one entry per token; models whose head pools a row are
+    measured at the text model.
     """
     pooled = ("SequenceClassification", "QuestionAnswering")
     return not any(kind in type(module).__name__ for module in model.modules() for kind in pooled)
@@ -325,12 +328,14 @@ def _answers_per_token(model: nn.Module) -> bool:
 
 @contextmanager
 def _as_leaf(embed: nn.Module) -> Iterator[list[Tensor]]:
-    """Detach an embedding's output for the block, and collect these leaves of the graph."""
+    """Detach the outputs of an embedding for the block, so that they are leaves of the graph;
+    yields the list of them.
+    """
     leaves: list[Tensor] = []
 
     def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         leaves.append(output.detach().requires_grad_())
-        # a leaf must not be changed in place, as CTRL changes its embeddings
+        # a clone, because CTRL changes its embeddings in place, which a leaf does not allow
         return leaves[-1].clone()
 
     handle = embed.register_forward_hook(cut)
@@ -366,7 +371,7 @@ def packages_called() -> Iterator[set[str]]:
 
 @contextmanager
 def prepared(model: nn.Module, slow_decay: bool) -> Iterator[None]:
-    """Evaluation mode and slow decay for the block; everything as before afterwards."""
+    """Set evaluation mode and slow decay for the block, and restore both afterwards."""
     modes = {module: module.training for module in model.modules()}
     slow = slow_decays(model) if slow_decay else {}
     decays = {parameter: parameter.detach().clone() for parameter in slow}

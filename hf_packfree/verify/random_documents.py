@@ -1,5 +1,5 @@
-"""The documents of a verification: random tokens, and with models that take them random images,
-videos and audio.
+"""The documents of a verification: random tokens, and random images, videos and audio for models
+that take them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import Tree
 
 _FRAMES = 130
-"""Frames of an audio: a full chunk and a part of one, whose result upstream lets depend on no
-neighbour in any release.
+"""Frames of an audio: a full chunk and a part of one. In no release does upstream's result for such
+an audio depend on its neighbours.
 """
 
 
@@ -29,17 +29,17 @@ class TextDocuments:
 
     Args:
         lengths: tokens of each document.
-        vocabulary: ids are below it.
-        generator: draws them, on the host.
-        device: of what a forward gets.
-        taken: ids that are no text, such as that of padding, which documents do not hold.
-        masked: number the documents in an `attention_mask` too, for models of which upstream would
-            read the positions.
-        positions: whether the model takes any.
+        vocabulary: its size; ids are smaller.
+        generator: draws the ids, on the host.
+        device: of a forward's arguments.
+        taken: ids that are no text, such as that of padding, and do not occur in documents.
+        masked: number the documents in an `attention_mask` too, for models in which upstream reads
+            boundaries from positions.
+        positions: whether the model takes `position_ids`.
     """
 
     media: tuple[str, ...] = ()
-    """Kinds of media that are in them."""
+    """Kinds of media in the documents."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class TextDocuments:
         """Return the arguments of a forward of the row.
 
         Args:
-            changed: bool [N]; these documents have other tokens and media, of the same sizes.
+            changed: bool [N], True for documents to give other tokens and media, of the same sizes.
         """
         positions = torch.cat(
             [torch.arange(length, device=self.device) for length in self.lengths]
@@ -77,18 +77,20 @@ class TextDocuments:
         return {"input_ids": self._ids(changed), **given}
 
     def of_documents(self, row: Tensor) -> Tensor:
-        """Return what a row [T, ...] has for the tokens of all documents, one after the other."""
+        """Return the values of a row [T, ...] for the tokens of all documents, one after the
+        other.
+        """
         return row
 
     def elsewhere(self, own: Tensor) -> Tensor:
-        """Return bool [T]: the row's tokens of other documents than the last, whose own are bool
-        [T].
+        """Return bool [T]: the row's tokens outside of the last document, given that document's
+        tokens `own`, bool [T].
         """
         return ~own
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Tell nobody in the block what only a patched model is told."""
+        """Leave out of `packed`, for the block, arguments that only a patched model takes."""
         yield
 
     def of_document(self, name: str) -> Tensor:
@@ -104,7 +106,7 @@ class TextDocuments:
         return torch.where(changed.to(self.device)[self.number], self.other_ids, self.ids)
 
     def _avoid(self, taken: Collection[int]) -> None:
-        """Put text where ids are drawn that stand for something else."""
+        """Replace drawn ids that are in `taken` by the id of a text token."""
         text = next(token for token in range(len(taken) + 1) if token not in taken)
         for ids in (self.ids, self.other_ids):
             ids[torch.isin(ids, torch.tensor(sorted(taken), device=self.device))] = text
@@ -116,7 +118,7 @@ class TextDocuments:
 
 
 class TreeDocuments(TextDocuments):
-    """Samples that share their beginnings, in a row that holds these once.
+    """Samples that share prefixes, in a row that holds each prefix once.
 
     Args:
         lengths: tokens of each segment.
@@ -154,15 +156,15 @@ class TreeDocuments(TextDocuments):
         return {"input_ids": self.ids[:, self.index[self.number == document]]}
 
     def packed(self, changed: Tensor | None = None) -> dict[str, Any]:
-        """Return the arguments of a forward of the row; of changed samples the last segment has
-        other tokens.
+        """Return the arguments of a forward of the row; `changed` samples have other tokens in
+        their last segment.
         """
         marked = {} if self.record is None else {"packed_sequence": self.record}
         return {"input_ids": self._ids(changed), "position_ids": self.positions, **marked}
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Tell nobody of the tree in the block."""
+        """Leave the record with the tree out of `packed`, for the block."""
         record, self.record = self.record, None
         try:
             yield
@@ -170,18 +172,20 @@ class TreeDocuments(TextDocuments):
             self.record = record
 
     def of_documents(self, row: Tensor) -> Tensor:
-        """Return what a row [T, ...] has for every sample, one after the other."""
+        """Return the values of a row [T, ...] for the tokens of all samples, one after the
+        other.
+        """
         return row[self.index]
 
     def elsewhere(self, own: Tensor) -> Tensor:
-        """Return bool [T]: the row's tokens that the last sample does not have."""
+        """Return bool [T]: the row's tokens that are not in the last sample."""
         found = torch.ones_like(self.of_segment, dtype=torch.bool)
         found[self.index[own]] = False
         return found
 
     def branch(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which of the samples' tokens are the last sample's last segment, and bool [T]:
-        the row's tokens in front of it on its path.
+        """Return bool over the samples' tokens: those of the last sample's last segment; and bool
+        [T]: the row's tokens in front of that segment on its path.
         """
         last = self.of_segment == self.leaves[-1]
         return own & last[self.index], ~self.elsewhere(own) & ~last
@@ -221,8 +225,8 @@ class MediaDocuments(TextDocuments):
         )
 
     def alone(self, document: int) -> dict[str, Any]:
-        """Return the arguments of a forward of one document; with a mask, without which some
-        releases misread images.
+        """Return the arguments of a forward of one document, with an `attention_mask`, without
+        which some releases misread images.
         """
         ids = self.ids[:, self.number == document]
         return self._arguments(ids, torch.ones_like(ids), self.parts[document : document + 1])
@@ -247,8 +251,8 @@ class MediaDocuments(TextDocuments):
         return {"input_ids": ids, "attention_mask": mask, **given}
 
     def _place(self, document: int) -> dict[str, Tensor]:
-        """Write placeholders into a document's ids, kind after kind as long as there is room,
-        and return its media.
+        """Write placeholders into a document's ids, one item of each kind while there is room, and
+        return its media.
         """
         inside = (self.number == document).nonzero()[:, 0]
         at, end, media = int(inside[0]) + 2, int(inside[-1]), dict[str, Tensor]()
@@ -263,13 +267,15 @@ class MediaDocuments(TextDocuments):
                 for ids in (self.ids, self.other_ids):
                     ids[0, at] = self.tokens[f"{kind}_start"]
                     ids[0, at + 1 : at + 1 + run] = self.tokens[kind]
-                # what follows the placeholders is text
+                # the token after the placeholders has to be text
                 at += run + 2
             media |= given
         return media
 
     def _draw(self, kind: str) -> tuple[dict[str, Tensor], list[int]]:
-        """Return one item as the forward's arguments, and its placeholders in each run."""
+        """Return a random item as the forward's arguments, and the number of placeholders in each
+        of its runs.
+        """
         config = self.source.config
         if kind == "audio":
             given = {
@@ -315,7 +321,9 @@ class MediaDocuments(TextDocuments):
 
 
 def _numbered(sizes: Sequence[int]) -> Tensor:
-    """Return int64 [sum of sizes] on the host: 0 as often as the first size says, 1, 2 ..."""
+    """Return int64 [sum of sizes] on the host: 0 repeated sizes[0] times, 1 repeated sizes[1]
+    times, and so on.
+    """
     numbers = torch.arange(len(sizes), device="cpu")
     return torch.repeat_interleave(numbers, torch.tensor(sizes, device="cpu", dtype=torch.int64))
 

@@ -1,5 +1,5 @@
-"""What one process sees of a measured row: all of it, or, under context parallelism, the shard that
-its rank holds.
+"""The part of a measured row that one process holds: all of it, or, under context parallelism, its
+rank's shard.
 
 Shapes: T tokens of the row, W ranks, t = ceil(T / W) tokens of a shard.
 """
@@ -20,18 +20,18 @@ from hf_packfree.parallel.collectives import gathered
 
 
 def settings_of(model: nn.Module) -> ContextParallel | None:
-    """Return the group that shares a model's rows, or None: it is not patched now, or patched
-    without one.
+    """Return the group that shares a model's rows, or None if the model is not patched, or patched
+    without a group.
     """
     ours = (module for module in model.modules() if isinstance(module, Replacement))
     return next((state_of(module).context_parallel for module in ours), None)
 
 
 class Ranks:
-    """The ranks that measure together; every one calls the same methods in the same order.
+    """The ranks that measure together; every rank calls the same methods in the same order.
 
     Args:
-        settings: their group, or None for a process that has the row alone.
+        settings: the ranks' group, or None for a process that holds the whole row.
         tokens: T.
     """
 
@@ -47,7 +47,7 @@ class Ranks:
         return F.pad(whole, padding, value=fill)[self.settings.rank * size :][:size]
 
     def whole(self, own: Tensor) -> Tensor:
-        """Return [T, ...] of every rank's [t, ...]."""
+        """Return [T, ...], gathered from every rank's [t, ...]."""
         return (
             own
             if self.settings is None
@@ -55,10 +55,10 @@ class Ranks:
         )
 
     def summed(self, found: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums of all ranks' gradients, of those that any rank has.
+        """Return the sums of all ranks' gradients, for the parameters of which any rank has one.
 
         Args:
-            found: this rank's.
+            found: this rank's gradients.
             like: the parameters, the same on all ranks.
         """
         if self.settings is None or not like:
@@ -77,7 +77,7 @@ class Ranks:
         return total
 
     def largest(self, values: Sequence[float], device: torch.device) -> float:
-        """Return the largest of all ranks' values; NaN if there is one, and 0 for none."""
+        """Return the largest of all ranks' values; NaN if any value is, and 0 if there are none."""
         found = torch.tensor(
             [max(values, default=0.0, key=_size)], dtype=torch.float64, device=device
         )

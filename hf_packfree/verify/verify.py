@@ -1,4 +1,4 @@
-"""`verify_packing`: build a model if given its name, measure, judge."""
+"""`verify_packing`: build a model if given its name, measure it, and judge the numbers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hf_packfree.verify.packing_report import Limits, Measurement, PackingReport
 from hf_packfree.verify.probe import Probe, prepared
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
-"""Documents shorter than the convolution, around the 64-token chunk, and of one token."""
+"""Lengths shorter than the convolution's window, around the 64-token chunk, and of one token."""
 MOST_TOKENS = 2**20
-"""In a row: their logits fill the largest machine's memory."""
+"""The most tokens of a row: their logits fill the largest machine's memory."""
 
 
 @torch.inference_mode(False)
@@ -53,22 +53,23 @@ def verify_packing(
     long enough have an image, a video and, where it takes any, audio; the row then has an indexed
     `attention_mask` and no positions, so that losing the positions of media fails too. The model is
     measured in evaluation mode, without a cache, and with gradients whatever mode the call is in.
-    Its weights, gradients and modes are as before afterwards. Under `torch.autocast` it runs as it
-    does there, and the limits are those of the dtype that autocast computes in: fp32 outside of it
-    is sharper. Under context parallelism every rank of the group calls this: the row is shared, its
-    documents alone are not, and all ranks get the same numbers.
+    Its weights, gradients and modes are restored afterwards. Under `torch.autocast` the model runs
+    under autocast, with the limits of autocast's dtype; without autocast, fp32 has tighter limits.
+    Under context parallelism every rank of the group calls this: they share the packed row, each
+    runs the documents alone, and all get the same numbers.
 
     Args:
-        model: a model, measured as it is, on its own device and dtype; or a config, a checkpoint
-            folder, a hub id or the name of a built-in tiny model ("qwen3_5"), which is built,
-            patched and measured. A causal language model that nothing makes exact is measured as
-            it is, in a row of its `position_ids`; the report says why it is not patched.
+        model: a model, which is measured patched or not, on its own device and dtype; or a config,
+            a checkpoint folder, a hub id or the name of a built-in tiny model ("qwen3_5"), which is
+            built, patched and measured. A causal language model that cannot be patched is measured
+            unpatched, packed by `position_ids`; the report says why it is not patched.
         lengths: tokens of each document, two or more, one of them longer than 1; together 2**20 at
             most.
         tree: the lengths are those of segments in a tree of shared prefixes, and every path from a
             root to a leaf is compared with itself alone, in a model that takes images without any.
-            True: the first segment is the prompt of all others; or the segment that each one goes
-            on from, None for a root. The control then reads the row without knowing of the tree.
+            True: the first segment is the prompt of all others; or for each segment the number of
+            its parent, None for a root. The control then runs the row without the record of the
+            tree.
         gradients: also compare every trainable parameter's gradient (takes twice the parameters'
             memory).
         control: also measure the same weights without patches, which must leak.
@@ -89,9 +90,9 @@ def verify_packing(
             all numbers.
         BlindMeasurement: the control does not leak, so the measurement could not see a leak; or
             documents alone already give NaN or Inf.
-        UnsupportedModel: no text model of transformers is inside, no model can be built from what
-            was given, or its parameters are on meta or were made in inference mode.
-        BoundaryError: `tree` is none of these lengths.
+        UnsupportedModel: `model` contains no text model of transformers, no model can be built from
+            it, or its parameters are on meta or were made in inference mode.
+        BoundaryError: `tree` is no tree of segments of these lengths.
         ValueError: `lengths` names fewer than two documents, none longer than one token, or more
             tokens than can be measured; `seed` is no whole number in its range.
         PatchConflict, ContractError, BackendUnavailable: a model that is built here cannot be
@@ -180,7 +181,9 @@ def _patched_if_possible(model: nn.Module) -> str | None:
 
 
 def _whole_lengths(given: Any) -> tuple[int, ...]:
-    """Return the documents' lengths; refuse what cannot leak, and what is no length."""
+    """Return the documents' lengths; refuse values that are no lengths, and rows that cannot
+    leak.
+    """
     lengths = list(given) if isinstance(given, Iterable) else [given]
     if len(lengths) < 2:
         raise ValueError(
@@ -202,7 +205,7 @@ def _whole_lengths(given: Any) -> tuple[int, ...]:
 
 
 def _parents(tree: bool | Sequence[int | None], segments: int) -> list[int | None] | None:
-    """Return the segment that each one goes on from; None where they are documents."""
+    """Return each segment's parent, or None where the lengths are of documents."""
     if isinstance(tree, bool):
         return [None, *[0] * (segments - 1)] if tree else None
     return list(tree)
@@ -216,7 +219,9 @@ def _check_seed(seed: Any) -> None:
 
 
 def _refuse_unmeasurable(model: nn.Module) -> None:
-    """Refuse parameters that hold no numbers, or let nobody differentiate."""
+    """Refuse a model with parameters on meta, which hold no numbers, or made in inference mode,
+    which cannot be differentiated.
+    """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UnsupportedModel(
@@ -231,8 +236,8 @@ def _refuse_unmeasurable(model: nn.Module) -> None:
 
 
 def _jitter(config: Any) -> tuple[str, ...]:
-    """Return the fields of a config that say how much noise routers get in training: Mixtral's,
-    Phi-MoE's and others'.
+    """Return the fields of a config for router noise in training, with their values, such as
+    Mixtral's and Phi-MoE's `router_jitter_noise`.
     """
     found = config.to_dict().items()
     return tuple(
@@ -267,8 +272,8 @@ def _judge(report: PackingReport, model: nn.Module) -> None:
 
 
 def _may_be_rounding(found: Measurement, limits: Limits, dtype: torch.dtype) -> bool:
-    """Whether only values are beyond the limits, in half precision: where experts are chosen, one
-    rounding sends a token to another.
+    """Whether, in half precision, logits or gradients exceed their limits while nothing leaks: one
+    rounding may send a token to another expert.
     """
     apart = found.influence <= limits.influence and not found.cross_gradient
     near = found.logits <= limits.logits and (found.gradients or 0.0) <= limits.gradients
@@ -284,8 +289,8 @@ def _control(model: nn.Module, probe: Probe) -> Measurement | None:
 
 @contextmanager
 def _no_advice() -> Iterator[None]:
-    """Hide what transformers advises to install for its own forward, which documents alone and the
-    control run: a patched model does not need it.
+    """Hide transformers' advice to install kernels for its own forward, which documents alone and
+    the control run: a patched model does not need them.
     """
     logger = logging.getLogger("transformers.integrations.hub_kernels")
 
