@@ -1,8 +1,9 @@
-"""How many drafts of the head the model confirms, in greedy decoding; without a serving engine.
+"""How many of the head's drafts the model confirms in greedy decoding, measured without a serving
+engine.
 
-Greedy speculative decoding writes what greedy decoding writes, so the text is generated first, by
-the model itself. A draft of step k counts only if those before it are right, that is, if they are
-that text: so one pass over it gives every draft.
+Greedy speculative decoding gives the text of greedy decoding, so the model generates that text
+first. A draft of step k counts only if the drafts before it are right, that is, equal the text. So
+one pass of the head over the text gives all drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hf_packfree.packing import PackedSequence
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What greedy drafting gives.
+    """The acceptance of drafts in greedy decoding.
 
     Attributes:
         depth: drafts per round.
@@ -56,12 +57,13 @@ def accepted_drafts(
     Args:
         model: patched, with a head (`apply_patches(model, mtp="keep")`); in evaluation mode.
         prompts: int64 [n] each, of one token at least, on the model's device.
-        new_tokens: how many tokens to generate after each.
-        depth: drafts per round; beyond the head's layers it runs again on its own output.
+        new_tokens: how many tokens to generate after each prompt.
+        depth: drafts per round; with more drafts than the head has layers, its layers run again on
+            their own output.
 
     Raises:
-        UnsupportedInput: the model has no head, a prompt no token, or no text is longer than a
-            round's drafts.
+        UnsupportedInput: the model has no head, a prompt has no tokens, or no text has more new
+            tokens than `depth`.
     """
     if getattr(model, "mtp", None) is None:
         raise UnsupportedInput(
@@ -91,9 +93,11 @@ def accepted_drafts(
 
 
 def rounds_over(model: Any, text: Tensor, start: int, depth: int) -> list[int]:
-    """Return the drafts accepted in each round that writes text [1, n] from token `start` on.
+    """Return the number of drafts accepted in each round, for rounds that write text [1, n] from
+    token `start` on.
 
-    A round moves on by its accepted drafts and the token that checking them gives.
+    A round writes its accepted drafts, and one more token that the model predicts when it checks
+    them.
     """
     right = _right(model, text, depth)[start - 1 :].tolist()
     accepted, place = [], 0
@@ -105,7 +109,7 @@ def rounds_over(model: Any, text: Tensor, start: int, depth: int) -> list[int]:
 
 def _right(model: Any, text: Tensor, depth: int) -> Tensor:
     """Return int64 [n - 1 - depth]: for every token of text [1, n], how many drafts after it are
-    right in a row.
+    right before the first wrong one.
     """
     trunk = model.get_decoder()
     positions = torch.arange(text.shape[1], device=text.device)[None]

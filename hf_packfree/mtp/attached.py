@@ -1,6 +1,4 @@
-"""The head as a model's child: it follows the model's calls from when it is added until it is
-taken away.
-"""
+"""The head as a child of the model, whose calls it follows while it is attached."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ from hf_packfree.packing.marks import MTP_LAYERS, SAVE_PRETRAINED
 
 
 class AttachedHead(MTPHead):
-    """The head with its options, and what trains it.
+    """The head with its options and, where it is trained, the hooks that add its loss.
 
     Args:
         trunk, layers: see `MTPHead`.
         options: see `MTPOptions`.
 
     Attributes:
-        per_expert: whether the checkpoint has tensors for each expert apart, and gets them so
-            again; None where there is none, or it has no experts.
+        per_expert: whether the checkpoint has tensors per expert, in which layout the head is saved
+            again; None without a checkpoint, or without experts.
     """
 
     def __init__(self, trunk: Any, layers: int, options: MTPOptions) -> None:
@@ -39,8 +37,8 @@ class AttachedHead(MTPHead):
         self._named_before = True
 
     def train(self, mode: bool = True) -> AttachedHead:
-        """Set the mode; a head that is kept stays frozen, also where transformers makes new
-        parameters of what it loads.
+        """Set the mode; freezes a head that is only kept again, because transformers replaces
+        parameters when it loads them.
         """
         super().train(mode)
         if not self.options.train:
@@ -53,7 +51,9 @@ class AttachedHead(MTPHead):
             self.per_expert = tensors.per_expert
 
     def join(self, parent: Any) -> None:
-        """Follow the parent's calls, and let its configuration say that it has a head."""
+        """Follow the parent's calls, and note the number of the head's layers in the parent's
+        configuration.
+        """
         config = parent.config.get_text_config()
         self._named_before = hasattr(config, MTP_LAYERS.name)
         if not self._named_before:
@@ -69,7 +69,9 @@ class AttachedHead(MTPHead):
                 state.followers.append(self.training_calls.follow)
 
     def leave(self, parent: Any) -> None:
-        """Stop following."""
+        """Stop following the parent's calls, and restore its configuration and
+        `save_pretrained`.
+        """
         if not self._named_before:
             MTP_LAYERS.take(parent.config.get_text_config())
         SAVE_PRETRAINED.take(parent)
@@ -81,10 +83,10 @@ class AttachedHead(MTPHead):
 
 
 def training_facts(model: nn.Module | None) -> dict[str, float]:
-    """Return mean loss and accuracy of every depth since the last time, of the heads that a model
-    trains, over all processes.
+    """Return mean loss and accuracy of every depth since the last call, for the trained heads in a
+    model, over all processes.
 
-    All processes have to call it, as the Trainer does to log.
+    A collective: all processes call this, as the Trainer does to log.
     """
     heads = (
         ()

@@ -1,5 +1,5 @@
-"""The head's tensors in a checkpoint: find them and their layout, read them alone, write them in
-the same layout.
+"""The head's tensors in a checkpoint: find them and their layout, read only them, write them in the
+same layout.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ class HeadTensors:
 
     @property
     def layers(self) -> int:
-        """The number of layers that the names speak of."""
+        """The number of layers in the tensors' names."""
         found = (re.match(r"mtp\.layers\.(\d+)\.", name) for name in self.files)
-        # counted, because a file may say any number
+        # the number of different layer numbers, not the highest one, since a file may name any
         return len({match[1] for match in found if match})
 
     @property
     def per_expert(self) -> bool:
-        """Whether every expert has tensors of its own, instead of one for all."""
+        """Whether every expert has tensors of its own, instead of one tensor for all experts."""
         return any(_EXPERT.fullmatch(name) for name in self.files)
 
     def read(self, shapes: Shapes) -> dict[str, Tensor]:
-        """Return the head's parameters by their names without prefix, experts in one tensor each.
+        """Return {name: tensor} of the head's parameters, named without the prefix, with all
+        experts in one tensor.
 
         Args:
-            shapes: {name: shape} of all parameters, so written.
+            shapes: {name: shape} of all parameters, named so.
 
         Raises:
             MissingHead: see `check`.
@@ -68,11 +69,11 @@ class HeadTensors:
         return {name: self._one(name, self._parts(name, shape)) for name, shape in shapes.items()}
 
     def check(self, shapes: Shapes) -> None:
-        """Refuse a part of a head, a head of other sizes, and tensors of unknown names; reads no
-        values.
+        """Refuse an incomplete head, a head of other sizes, and tensors of unknown names, without
+        reading values.
 
         Raises:
-            MissingHead: with the list.
+            MissingHead: lists these tensors.
         """
         if faults := self.faults(shapes):
             raise MissingHead(
@@ -84,8 +85,8 @@ class HeadTensors:
             )
 
     def faults(self, shapes: Shapes) -> list[str]:
-        """Return what keeps these tensors from being a head with parameters of these shapes, in
-        half sentences.
+        """Return why the tensors are not a head with parameters of these shapes, in half sentences;
+        empty if they are.
         """
         wanted = self.wanted(shapes)
         missing, unknown = (
@@ -108,19 +109,19 @@ class HeadTensors:
         found: Shapes = {}
         for name, shape in shapes.items():
             parts = self._parts(name, shape)
-            # an expert's
+            # the shape of a single expert
             size = shape if parts == [PREFIX + name] else shape[1:]
             halves = size != shape and name.endswith("gate_up_proj")
             found |= dict.fromkeys(parts, (size[0] // 2, *size[1:]) if halves else size)
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor."""
+        """Return the shape of one tensor; raises `MissingHead` for a damaged file."""
         with opened(self.files[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor as it is."""
+        """Return one tensor as it is stored; raises `MissingHead` for a damaged file."""
         with opened(self.files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
@@ -152,8 +153,8 @@ def _names_of_experts(where: str, kind: str, count: int) -> list[str]:
 
 
 def save_as_read(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save a model as its class does, with its head's experts in the layout that they were read
-    in.
+    """Save a model by its class's `save_pretrained`, with the head's experts in the layout of the
+    checkpoint they were read from.
     """
     with _experts_written(apart=model.mtp.per_expert):
         return type(model).save_pretrained(model, *args, **kwargs)
@@ -161,11 +162,11 @@ def save_as_read(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _experts_written(*, apart: bool) -> Iterator[None]:
-    """Keep transformers, in the block, from writing the head's experts in the layout of the
-    model's.
+    """Keep transformers, in the block, from writing the head's experts in the layout of the text
+    model's experts.
     """
     library: Any = modeling_utils
-    # the one place that knows every tensor before files are made
+    # the one function of transformers that gets all tensors before files are written
     others = library.revert_weight_conversion
 
     def revert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -183,7 +184,7 @@ def _experts_written(*, apart: bool) -> Iterator[None]:
 
 
 def _apart(experts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what `HeadTensors.read` has put together, as it was."""
+    """Split the tensors that `HeadTensors.read` joined into tensors per expert again."""
     found: dict[str, Tensor] = {}
     for name, whole in experts.items():
         where, _, kind = name.rpartition(".")
@@ -197,14 +198,15 @@ def _apart(experts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def head_tensors(checkpoint: str | os.PathLike[str]) -> HeadTensors:
-    """Return what a checkpoint holds of the head, maybe nothing; reads names alone, of the files
-    that transformers reads the model from: the only one where it is there, else those of the index.
+    """Return the head's tensors in a checkpoint, maybe none. Reads only names, of the files from
+    which transformers reads the model: the single file if there is one, else the files of the
+    index.
 
     Args:
         checkpoint: a folder, or a hub id, whose files are downloaded as transformers does.
 
     Raises:
-        MissingHead: it holds no safetensors, or damaged ones.
+        MissingHead: the checkpoint has no safetensors, or damaged ones.
     """
     checkpoint = str(checkpoint)
     single = file_of(checkpoint, SINGLE)
@@ -241,7 +243,7 @@ def opened(path: Path) -> Iterator[Any]:
     """Open a safetensors file.
 
     Raises:
-        MissingHead: it is damaged, or lacks a tensor that the index says it has.
+        MissingHead: the file is damaged, or lacks a tensor that the index names.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -251,10 +253,10 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """Return an index of files, all of which are named inside its folder.
+    """Return a checkpoint's index, checked to name only files inside its folder.
 
     Raises:
-        MissingHead: it is damaged, or names others.
+        MissingHead: the index is damaged, or names other files.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -276,7 +278,7 @@ def _refuse_unless(holds: bool, fault: str) -> None:
 
 
 def _stays_inside(part: Any) -> bool:
-    """Whether an index's name of a file leads to no other folder; what is there may be a link, as
+    """Whether a file name in an index leads to no other folder; the file itself may be a link, as
     in the hub's cache.
     """
     return (

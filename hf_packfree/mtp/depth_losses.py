@@ -1,4 +1,4 @@
-"""Targets and losses of every depth: within documents, of the labels that the main loss has."""
+"""Targets and losses of every depth, within documents, from the labels of the main loss."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import sum_over_ranks
 
 SAMPLE = 1024
-"""Tokens of a row whose most likely prediction is compared with the target: all of a longer
-row's would cost a product more.
+"""Tokens of a row whose most likely prediction is compared with the target, for the accuracy:
+comparing all would cost another matrix product.
 """
 
 
 @dataclass(frozen=True)
 class DepthLosses:
-    """What one batch gives; index k - 1 is depth k.
+    """The losses of one batch; index k - 1 is depth k.
 
     Attributes:
-        sums: each depth's summed cross entropy, with its graph; of a shard its own.
-        facts: per depth [4]: that sum, how many targets there are, how many of them were sampled
-            for the accuracy, and how many of these the most likely token equals; of the whole row.
+        sums: each depth's summed cross entropy, with its graph; of this rank's tokens under context
+            parallelism.
+        facts: per depth [4], of the whole row: the summed cross entropy, the number of targets, the
+            number of targets sampled for the accuracy, and the number of these that the most likely
+            token equals.
     """
 
     sums: tuple[Tensor, ...]
@@ -48,16 +50,17 @@ def depth_losses(
     *,
     detach: bool,
 ) -> DepthLosses:
-    """Return the losses of the head's states.
+    """Return the losses of every depth's hidden states.
 
     Args:
         states: per depth [1, T, D_model], see `MTPHead.forward`.
-        targets: int64 [1, T], what the main loss wants each token to predict, `IGNORED` at the end
-            of every document; of a shard [1, T + depths], with those of the tokens that follow it.
+        targets: int64 [1, T], the main loss's targets, `IGNORED` at the end of every document;
+            under context parallelism [1, T + depths], with those of the tokens that follow this
+            rank's.
         packed: the record of the row.
-        layer: the language modelling head's last one.
-        state: the model's, which names the loss's backend.
-        detach: whether that layer's parameters get no gradient.
+        layer: the last layer of the language modelling head.
+        state: the patched model's, which names the loss's backend.
+        detach: whether `layer`'s parameters get no gradient.
     """
     sums, facts, weights = [], [], readable_weights(layer, states[0].dtype, detach=detach)
     for depth, hidden in enumerate(states, start=1):
@@ -71,8 +74,8 @@ def depth_losses(
 
 
 def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: PatchState) -> Tensor:
-    """Return the summed cross entropy of hidden [T, D_model]; of plain weights no logits of all
-    tokens are made.
+    """Return the summed cross entropy of hidden [T, D_model]; with plain weights the logits of all
+    tokens are never in memory.
     """
     parts = None if weights.weight is None else as_multiplied(hidden, weights)
     backend = "upstream"
@@ -91,8 +94,8 @@ def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: Patch
 
 @torch.no_grad()
 def _hits(hidden: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return how many targets were sampled, evenly spaced, and how many of them the most likely
-    token equals.
+    """Return the number of targets that were sampled, evenly spaced, and the number of these that
+    the most likely token equals.
     """
     count = min(SAMPLE, len(targets))
     some = torch.arange(count, device=hidden.device) * len(targets) // count

@@ -1,5 +1,5 @@
-"""Checkpoints as files: check that their head is what the configuration says, and copy one back
-where it was lost.
+"""Checkpoints as files: check that the head is the one that the configuration promises, and copy a
+head back where it was lost.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from hf_packfree.mtp.checkpoint import (
 from hf_packfree.mtp.head import MTPHead, shapes_of
 
 DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-"""The fields of the text model's configuration that say how many layers the head has;
-Qwen3-Next's has none.
+"""The fields of the text model's configuration for the number of the head's layers; Qwen3-Next's
+has no such field.
 """
 
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What a checkpoint says of its head and what it holds of it.
+    """The head that a checkpoint's configuration promises, and the head in its files.
 
     Attributes:
         checkpoint: folder or hub id.
-        promised: layers that the configuration speaks of, None where it says nothing.
-        layers, tensors: what the files hold; 0 where they hold no head.
+        promised: the head's number of layers in the configuration, None where there is no such
+            field.
+        layers, tensors: the number of the head's layers and tensors in the files; 0 without a head.
         layout: "dense", "fused" (one tensor for all experts) or "per expert"; None where there is
             no head.
-        faults: what keeps the tensors from being the head of this model.
+        faults: why the tensors are not the head of this model; empty if they are.
     """
 
     checkpoint: str
@@ -84,15 +85,14 @@ class HeadReport:
 
 
 def examine(checkpoint: str) -> HeadReport:
-    """Return what a checkpoint holds of its multi-token prediction head; reads names and shapes
-    alone.
+    """Report on a checkpoint's multi-token prediction head; reads only names and shapes.
 
     Args:
         checkpoint: folder or hub id.
 
     Raises:
-        UnsupportedModel: its configuration cannot be read, or is of no family that has heads.
-        MissingHead: it holds no safetensors.
+        UnsupportedModel: its configuration cannot be read, or its family has no such heads.
+        MissingHead: the checkpoint has no safetensors.
     """
     config = _config_of(checkpoint)
     tensors = head_tensors(checkpoint)
@@ -116,9 +116,7 @@ def examine(checkpoint: str) -> HeadReport:
 
 
 def wanted_shapes(config: Any, layers: int) -> Shapes:
-    """Return {name: shape} of the parameters that the head of a text model with this
-    configuration has.
-    """
+    """Return {name: shape} of a head's parameters, for a text model with this configuration."""
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.layer_types = 1, ["full_attention"]
     with torch.device("meta"):
@@ -126,15 +124,14 @@ def wanted_shapes(config: Any, layers: int) -> Shapes:
 
 
 def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
-    """Write a copy of `checkpoint`, a folder, into the new or empty folder `out`, with the head
-    that `base` holds.
+    """Write a copy of `checkpoint`, a folder, into the new or empty folder `out`, and add the head
+    of `base`.
 
-    Every tensor is copied as it is, in its layout and dtype; the configuration and the index say
-    what is there.
+    Every tensor keeps its layout and dtype; the configuration and the index are updated.
 
     Raises:
-        UnsupportedInput: `checkpoint` is no folder, has a head, or has links to elsewhere; `out` is
-            not empty.
+        UnsupportedInput: `checkpoint` is no folder, has a head, or contains links to other folders;
+            or `out` is not empty.
         UnsupportedModel: see `examine`.
         MissingHead: `base` does not hold the whole head, in the sizes of `checkpoint`.
     """
@@ -165,8 +162,8 @@ def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
 
 
 def _write(source: Path, target: Path, tensors: HeadTensors) -> None:
-    """Copy a checkpoint's files and add the head's; the index last: without it nothing is read,
-    whatever was interrupted.
+    """Copy a checkpoint's files and add the head's. The index is written last: an interrupted copy
+    has none, and cannot be loaded.
     """
     index, files = _index_of(source), _files_of(source)
     alone = (source / SINGLE).is_file()
@@ -196,15 +193,18 @@ def _files_of(source: Path) -> list[str]:
 
 
 def _is_weights(name: str) -> bool:
-    """Whether a file is one of the model's; those that no index names are of an earlier save."""
+    """Whether a file is named like the model's weights; if the index does not name it, it is of an
+    earlier save.
+    """
     return name.startswith("model") and name.endswith(".safetensors")
 
 
 def _inside(source: Path, name: str) -> Path:
-    """Return the path of a checkpoint's file, which is there itself, or in the hub's cache.
+    """Return the resolved path of a checkpoint's file, which is in the folder itself or in the
+    hub's cache.
 
     Raises:
-        UnsupportedInput: it is a link to somewhere else, whose content nobody asked to copy.
+        UnsupportedInput: the file is a link to another place, whose content should not be copied.
     """
     path, folder = (source / name).resolve(), source.resolve()
     # snapshots/COMMIT/NAME is a link to blobs/HASH
@@ -218,7 +218,9 @@ def _inside(source: Path, name: str) -> Path:
 
 
 def _index_of(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's index, or that of its only file, which transformers prefers."""
+    """Return a checkpoint's index; where there is a single file, which transformers prefers, an
+    index of that.
+    """
     if not (folder / SINGLE).is_file():
         return read_index(folder / INDEX)
     with opened(folder / SINGLE) as file:
@@ -236,7 +238,7 @@ def _config_of(checkpoint: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).get_text_config()
     except Exception as error:
-        # transformers checks every field in its own way
+        # transformers raises errors of many classes for bad fields
         raise UnsupportedModel(
             f"found no configuration under {checkpoint!r} ({in_short(error)}); wanted a checkpoint "
             "folder or a hub id; check the name"

@@ -1,9 +1,9 @@
-"""The language modelling head's weights, by which the multi-token prediction head's states are
-multiplied, gathered where FSDP2 or ZeRO-3 shards them.
+"""The weights of the language modelling head, gathered where FSDP2 or ZeRO-3 shards them, for the
+logits of the multi-token prediction head.
 
-The main loss runs that layer once, as its sharder expects. A second call for the head's loss would
-not do: FSDP2 would give it the weight with its gradient, also where none is wanted, and gathers of
-several modules together count their calls.
+The main loss calls the language modelling head once, as the sharding library expects. A second
+call, for the multi-token prediction loss, does not work: FSDP2 would give the weight a gradient
+even where none is wanted, and where it gathers several modules together it counts their calls.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hf_packfree.models.plain_layers import forward_of, is_hooked
 
 @dataclass(frozen=True)
 class Weights:
-    """A layer that makes logits.
+    """A layer that computes logits.
 
     Attributes:
-        weight, bias: [V, D_model] and [V] or None, whole, where logits are the product with them;
-            None where they are not.
+        weight, bias: [V, D_model] and [V] or None, gathered, if the layer is a plain product with
+            them; otherwise both None.
         logits: returns the logits [n, V] of hidden states [n, D_model].
     """
 
@@ -38,28 +38,28 @@ class Weights:
 
 
 def readable_weights(layer: nn.Module, dtype: Any, *, detach: bool) -> Weights:
-    """Return a layer's weights, from all ranks where they are sharded; the layer alone where
-    adapters or hooks are around it.
+    """Return a layer's weights, gathered where they are sharded; only the layer as a function where
+    it has adapters or hooks.
 
     Args:
-        layer: the language modelling head's last one.
-        dtype: of the hidden states, which gathered weights get.
+        layer: the last layer of the language modelling head.
+        dtype: of the hidden states; gathered weights are cast to it.
         detach: whether the layer's parameters get no gradient.
 
     Raises:
-        UnsupportedInput: its parameters are sharded, and it is more than a product with one of
-            them.
+        UnsupportedInput: the layer's parameters are sharded, `detach` is set, and the layer is no
+            plain linear layer.
     """
     parameters = dict(layer.named_parameters())
     sharded = any(isinstance(one, DTensor) for one in parameters.values())
-    # by DeepSpeed's ZeRO-3
+    # sharded by DeepSpeed's ZeRO-3
     partitioned = any(hasattr(one, "ds_shape") for one in parameters.values())
-    # FSDP2 makes a class of its own of it
+    # compared by forward, because FSDP2 changes the layer's class
     linear: Any = layer if forward_of(layer) is nn.Linear.forward else None
     if linear is not None and sharded:
         return _product(*(_gathered(one, dtype, detach) for one in (linear.weight, linear.bias)))
     if linear is not None and partitioned and detach:
-        # reading them in a forward is what gathers them, until it ends
+        # ZeRO-3 gathers weights that are read in a forward, until the forward ends
         return _product(
             *(
                 None if one is None else one.detach().to(dtype, copy=True)
@@ -91,7 +91,7 @@ def _product(weight: Any, bias: Any) -> Weights:
 
 
 def _gathered(parameter: Any, dtype: Any, detach: bool) -> Any:
-    """Return the whole of a sharded parameter."""
+    """Return a parameter, gathered and in `dtype` where it is sharded."""
     if not isinstance(parameter, DTensor):
         return parameter
     return whole(parameter.detach() if detach else parameter).to(dtype)
@@ -100,6 +100,6 @@ def _gathered(parameter: Any, dtype: Any, detach: bool) -> Any:
 def _without_gradients(
     layer: nn.Module, parameters: dict[str, nn.Parameter]
 ) -> Callable[[Tensor], Tensor]:
-    """Return the layer as a function of its input alone."""
+    """Return the layer as a function of its input, with detached parameters."""
     detached = {name: parameter.detach() for name, parameter in parameters.items()}
     return lambda x: functional_call(layer, detached, (x,))

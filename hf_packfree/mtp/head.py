@@ -28,8 +28,7 @@ class MTPHead(nn.Module):
     """The module `model.mtp`.
 
     Args:
-        trunk: the text model, of which the layer and norm classes, the sizes and the settings are
-            taken.
+        trunk: the text model, whose layer and norm classes, sizes and settings the head takes.
         layers: how many layers; step k runs layer (k - 1) modulo this number.
     """
 
@@ -54,7 +53,7 @@ class MTPHead(nn.Module):
         self._checkpoint_like(trunk)
 
     def _checkpoint_like(self, trunk: Any) -> None:
-        """Let gradient checkpointing that was switched on before reach the head's layers too."""
+        """Switch gradient checkpointing on in the head's layers if it is on in the text model."""
         for layer in self.layers:
             for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
                 if hasattr(trunk.layers[0], name):
@@ -68,18 +67,19 @@ class MTPHead(nn.Module):
         depth: int = 1,
         **of_layers: Any,
     ) -> tuple[Tensor, ...]:
-        """Run `depth` steps on a row; past the end of a document, embeddings are zeros.
+        """Run `depth` steps on a row; embeddings past the end of a document are zeros.
 
         Args:
             hidden: [1, T, D_model], the text model's output after its final norm.
-            embeddings: [1, T, D_model], what the text model began with, features of images
-                included; [1, T + depth, D_model] of a shard, with the tokens that follow it.
+            embeddings: [1, T, D_model], the text model's input embeddings, features of images
+                included; under context parallelism [1, T + depth, D_model], with the tokens that
+                follow this rank's.
             packed: where documents start and end.
             depth: number of steps.
-            of_layers: what a decoder layer takes besides, such as `position_embeddings`.
+            of_layers: a decoder layer's other arguments, such as `position_embeddings`.
 
         Returns:
-            depth tensors [1, T, D_model].
+            `depth` tensors [1, T, D_model], the states h^1 to h^depth.
         """
         states: list[Tensor] = []
         for step in range(1, depth + 1):
@@ -95,7 +95,7 @@ class MTPHead(nn.Module):
 
 
 def shapes_of(head: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of all parameters."""
+    """Return {name: shape} of the head's parameters."""
     return {name: tuple(parameter.shape) for name, parameter in head.named_parameters()}
 
 
@@ -103,8 +103,8 @@ def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
     """Return the row [1, T, ...] with every token's value replaced by that of the token `by`
     further in the same document.
 
-    Tokens whose document ends before that get `fill`. Of a shard, `row` also has the `by` tokens or
-    more that follow it.
+    Tokens whose document ends before that get `fill`. Under context parallelism, `row` also has at
+    least the `by` tokens that follow this rank's.
     """
     same = packed.cached(_goes_on, by).to(row.device).view(1, -1, *[1] * (row.ndim - 2))
     return pad_row(row[:, by:][:, : packed.num_tokens], packed.num_tokens, fill).masked_fill(
@@ -113,14 +113,14 @@ def ahead(row: Tensor, packed: PackedSequence, by: int, fill: float) -> Tensor:
 
 
 def predicts(packed: PackedSequence, by: int) -> Tensor:
-    """Return bool [T]: which real tokens have one to embed `by` further in their document, and one
-    after that to predict.
+    """Return bool [T]: the real tokens at which step `by` predicts: their document has a token `by`
+    further, to embed, and one after that, to predict.
     """
     return packed.cached(_goes_on, by + 1) & packed.is_real()[0]
 
 
 def _goes_on(packed: PackedSequence, by: int) -> Tensor:
-    """bool [T]: whether the token `by` further is in the same document."""
+    """Return bool [T]: whether the token `by` further is in the same document."""
     refuse_tree(packed, "for a multi-token prediction head")
     number = packed.whole_row.seq_idx[0]
     same = F.pad(number[by:] == number[:-by], (0, min(by, len(number))), value=False)
@@ -128,8 +128,8 @@ def _goes_on(packed: PackedSequence, by: int) -> Tensor:
 
 
 def _of_full_attention(config: Any, layers: int) -> Any:
-    """Return a copy of the text model's configuration whose layers all attend, and have experts
-    where any have.
+    """Return a copy of the text model's configuration in which all layers have full attention, and
+    experts if any layer has.
     """
     alike = copy.deepcopy(config)
     alike.layer_types, alike.num_hidden_layers = ["full_attention"] * layers, layers

@@ -1,4 +1,4 @@
-"""What to do with the head: keep it, or train it, and how."""
+"""The options of the head: keep it or train it, and how."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ class MTPOptions:
 
     Attributes:
         train: False freezes the head: it is there to be saved with the model, and never runs.
-        depth: how many tokens after the next one are predicted in training, 1 at least. Checkpoints
+        depth: how many tokens after the next one are predicted in training, at least 1. Checkpoints
             have one layer, which runs again on its own output for each further depth.
-        weight: of the mean of all depths' losses, added to the main loss (DeepSeek-V3 and Megatron:
-            0.1).
+        weight: the factor on the mean of all depths' losses, which is added to the main loss
+            (DeepSeek-V3 and Megatron: 0.1).
         detach: True trains the head alone: the text model, the embedding and the language modelling
-            head get the gradients that they get without it, bit for bit.
-        from_scratch: start with random weights, as the text model's were, instead of reading a
-            checkpoint.
-        checkpoint: folder or hub id to read the head from; the one that the model came from if not
-            given.
+            head get the same gradients as without the head, bit for bit.
+        from_scratch: start with random weights, drawn as the text model's were, instead of reading
+            a checkpoint.
+        checkpoint: folder or hub id to read the head from; the model's own checkpoint if not given.
+
+    Raises:
+        ValueError: an option has an unknown value, or `from_scratch` excludes another option.
     """
 
     train: bool = True
@@ -37,7 +39,7 @@ class MTPOptions:
     checkpoint: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no head can do, whatever the model."""
+        """Check the options that do not depend on the model."""
         for name in ("train", "detach", "from_scratch"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
@@ -76,7 +78,7 @@ def mtp_options(choice: Choice | MTPOptions) -> MTPOptions | None:
     """Return the options that "keep", "train", options or None stand for.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `choice` is none of these.
     """
     if choice is None or isinstance(choice, MTPOptions):
         return choice

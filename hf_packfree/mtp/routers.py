@@ -1,4 +1,4 @@
-"""The head's experts: their balance, over the tokens that a depth really predicts for."""
+"""The balancing loss of the head's experts, over the tokens at which a depth predicts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from hf_packfree.parallel.collectives import gather_row
 
 @contextmanager
 def router_logits(head: Any) -> Iterator[list[Tensor]]:
-    """Collect what the head's routers say while the block runs: [T, experts] per step, in order."""
+    """Collect the outputs of the head's routers while the block runs: logits [T, experts] per step,
+    in order.
+    """
     found: list[Tensor] = []
     mine = threading.get_ident()
 
     def keep(router: nn.Module, args: Any, output: Any) -> None:
-        # another thread trains the same model
+        # not of other threads, which may train the same model
         if threading.get_ident() == mine:
             found.append(output[0] if isinstance(output, tuple) else output)
 
@@ -37,7 +39,7 @@ def router_logits(head: Any) -> Iterator[list[Tensor]]:
 
 
 def wants_balance(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a call of the model adds its own routers' loss."""
+    """Whether a call of the model adds the balancing loss of its own routers."""
     config = model.config.get_text_config()
     asked = given.get("output_router_logits")
     return bool(getattr(config, "num_experts", 0)) and bool(
@@ -46,10 +48,10 @@ def wants_balance(model: Any, given: dict[str, Any]) -> bool:
 
 
 def balance(model: Any, logits: list[Tensor], packed: PackedSequence) -> Tensor:
-    """Return the routers' loss by the family's own function, times its coefficient, without tokens
-    that predict nothing.
+    """Return the balancing loss by the family's own function, times its coefficient, over the
+    tokens that predict.
 
-    Every rank of a context-parallel group gets that of the whole row.
+    Every rank of a context-parallel group gets the loss of the whole row.
 
     Args:
         model: the language model.

@@ -1,9 +1,9 @@
-"""The loss of the multi-token prediction head, added to the main one, whether the model's own head
-computes that or a forward that replaced it.
+"""The loss of the multi-token prediction head, added to the main loss, whether our language
+modelling head computes that or a forward that replaced ours.
 
-Labels are noted where the model is called, the row where the text model's output is known, and the
-loss is added to what the model returns, where the factors of mixed precision, accumulation and data
-parallelism reach it as they reach the main loss.
+A pre-hook of the model notes the labels, the text model notes the row and its output, and a hook
+adds the loss to the model's output. So the factors of mixed precision, accumulation and data
+parallelism apply to both losses alike.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ logger = logging.getLogger("hf_packfree")
 
 @dataclass(eq=False)
 class _Call:
-    """One call of the model: its arguments by name, and, once they are known, the text model's
-    settings and row.
+    """One call of the model: its arguments, and, once the text model has run, its settings and row.
 
     Attributes:
-        training: whose model was called.
-        given: None in evaluation.
-        outer: the call of this thread in which it happens.
+        training: the `MTPTraining` of the model.
+        given: the arguments by name; None in evaluation.
+        outer: the call of the same thread that this one is inside of, or None.
     """
 
     training: MTPTraining
@@ -58,8 +57,8 @@ class _Call:
 
 
 _INNERMOST: ContextVar[_Call | None] = ContextVar("innermost call", default=None)
-"""Of this thread. Hooks see a call's beginning and end, and a forward that replaced the head's
-hands on no keyword of ours.
+"""This thread's innermost call: hooks see only a call's beginning and end, and a forward that
+replaced the head's passes on no keyword of ours.
 """
 _ADDING = threading.Lock()
 
@@ -75,7 +74,7 @@ def _enter(call: _Call | None) -> None:
 
 
 class MTPTraining:
-    """Follows the calls of one model in training, of any thread, and adds the head's loss."""
+    """Follows the calls of one model in training, in any thread, and adds the head's loss."""
 
     def __init__(self, options: MTPOptions) -> None:
         self.options = options
@@ -83,7 +82,7 @@ class MTPTraining:
         self._warned = False
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what the model is called with; a forward pre-hook."""
+        """Note the model's arguments; a forward pre-hook."""
         given = None
         if model.training and torch.is_grad_enabled():
             given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
@@ -95,10 +94,10 @@ class MTPTraining:
         """Note the row that the text model ran.
 
         Args:
-            packed: the record for the caller's batch; None where upstream ran it as it came.
-            arguments: the text model's, of the row [1, T], or of the batch [B, S] where `packed` is
-                None.
-            hidden: its output, in the same shape.
+            packed: the record of the caller's batch; None where upstream's layers ran the batch.
+            arguments: the text model's arguments, for the row [1, T], or for the batch [B, S] where
+                `packed` is None.
+            hidden: the text model's output, [1, T, D_model] or [B, S, D_model].
         """
         call = _innermost()
         if call is None or call.training is not self or call.given is None:
@@ -149,8 +148,11 @@ class MTPTraining:
         }
 
     def after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """Add the loss to the model's output; a forward hook that is called after an error,
+        """Add the head's loss to the model's output; a forward hook that is called after an error,
         too.
+
+        Raises:
+            UnsupportedInput: the output has labels but no loss, or labels do not fit the batch.
         """
         call = _innermost()
         if call is None or call.training is not self:
@@ -163,14 +165,17 @@ class MTPTraining:
         ):
             self._warn_of_nothing(f"of {type(model).__name__} without labels", "it with labels")
             return None
-        # as the text model ran; accelerate's ends with the model's forward
+        # autocast as in the text model: accelerate's ends with the model's forward, before this
+        # hook
         with torch.autocast(**call.autocast):
             return _with_loss(output, *self._loss(model, call, call.given, call.packed))
 
     def _loss(
         self, model: Any, call: _Call, given: dict[str, Any], packed: PackedSequence
     ) -> tuple[Tensor, Any]:
-        """Return the sum of all depths' losses, weighted, and the count that it is divided by."""
+        """Return the weighted sum of all depths' losses, and the count of targets to divide it
+        by.
+        """
         targets, items = _targets(given, packed, self.options.depth)
         with router_logits(model.mtp) as routed:
             states = model.mtp(depth=self.options.depth, **call.row)
@@ -181,11 +186,11 @@ class MTPTraining:
         self._add(torch.stack(losses.facts))
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
         items = items.to(total.device) if isinstance(items, Tensor) else items
-        # a mean, where the others are sums
+        # the balancing loss is a mean, the other losses are sums to be divided by `items`
         if wants_balance(model, given):
-            # every rank has all of it
+            # divided by the ranks, since each has the loss of the whole row
             total = total + self.options.weight * items * balance(model, routed, row) / row.ranks
-        # whose mean over the ranks counts
+        # without a given count, the mean of the ranks' losses counts
         if given.get("num_items_in_batch") is None:
             total = total * row.ranks
         return total, items
@@ -207,12 +212,12 @@ class MTPTraining:
             self.totals = facts if self.totals is None else self.totals + facts
 
     def take(self, together: torch.device | None = None) -> dict[str, float]:
-        """Return mean loss and accuracy of every depth since the last time, nothing of a depth
-        without targets.
+        """Return mean loss and accuracy of every depth since the last call, without depths that had
+        no targets.
 
         Args:
-            together: where processes are added up, which all of them have to call for; None: of
-                this one alone.
+            together: the device on which to sum over processes, all of which then have to call
+                this; None: this process alone.
         """
         with _ADDING:
             totals, self.totals = self.totals, None
@@ -231,16 +236,18 @@ class MTPTraining:
 
 
 def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
-    """Return the record of a batch that upstream ran: real tokens as one row; None with a cache."""
+    """Return the record of a batch that upstream's layers ran, with its real tokens as one row;
+    None for a call with a cache.
+    """
     mask = arguments.get("attention_mask")
     inputs = PackingInputs.from_kwargs({}, position_ids=None, attention_mask=mask)
     return read_call(Call(trunk, arguments, inputs), drop_padding=True, unpacked=True)
 
 
 def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Tensor, Any]:
-    """Return the main loss's targets of the row, int64 [1, T], and the count that it is divided by.
+    """Return the main loss's targets, int64 [1, T], and the count that the main loss is divided by.
 
-    Of a shard [1, t + depth], and the count of the whole row.
+    Under context parallelism: [1, t + depth], and the count of the whole row.
     """
     packed = row.whole_batch
     ignored = given.get("ignore_index", IGNORED)
@@ -263,8 +270,8 @@ def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Te
 
 
 def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
-    """Return the model's output with the head's summed loss added to its loss, or carried by the
-    log probabilities from which TRL computes its own.
+    """Return the model's output with the head's summed loss, divided by `items`, added to its loss;
+    or with the head's loss in the graph of the log probabilities from which TRL computes its loss.
     """
     if isinstance(output, tuple):
         return (output[0] + total.to(output[0].device) / items, *output[1:])
@@ -287,8 +294,8 @@ class _LossFromScores(torch.autograd.Function):
     """TRL computes its loss outside the model, from our log probabilities: pass them through
     unchanged, and read the loss's scale from their gradient.
 
-    The head's loss gets the mean of that gradient. A loss that lowers the probability of some
-    targets (of rewards, of preferences) has no mean that a head could learn by.
+    The gradient of the head's loss is the mean of theirs. A loss that lowers the probability of
+    some targets, as those of rewards and preferences do, has no mean for a head to learn by.
     """
 
     @staticmethod
