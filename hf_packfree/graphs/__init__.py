@@ -1,18 +1,20 @@
-"""CUDA graphs of a text model's layers: captured once for rows of about one length, replayed for
-any documents in them.
+"""CUDA graphs of a text model's layers: captured once for rows of about the same length, and
+replayed for rows with any documents.
 
-A step of few tokens waits for the host, which starts some 60 kernels a layer. A captured graph
-starts them all at once, with the addresses and sizes that they had; what differs from row to row
-(offsets, plans, positions, embeddings) is therefore data at fixed addresses, of fixed sizes:
+A step of few tokens waits for the host, which launches some 60 kernels a layer. A captured graph
+launches all of them at once, with the addresses and sizes of the capture. So everything that
+differs from row to row (offsets, plans, positions, embeddings) is data at fixed addresses, of fixed
+sizes:
 
-- `bucket`: a row is padded to a bucket by one document at its end; offsets and plans to a bound.
-  So are the rows that operations make of a tree: its paths, and each of its levels.
-- `captured_sequence`: every plan that a captured kernel reads is made anew for each row and written
-  where the kernel reads it. A plan of another size or kind, and whatever else would have to be
-  known on the host, keeps a row out of the graph.
+- `bucket`: a row is padded to a bucket's tokens by one document at its end, and offsets and plans
+  to a fixed size. So are the rows that operations build from a tree: its paths, and each of its
+  levels.
+- `captured_sequence`: every plan that a captured kernel reads is computed for each row and written
+  where the kernel reads it. A row whose plan has another size or kind, or whose layers need other
+  facts on the host, runs without the graph.
 - `capture`: the two graphs of a bucket, forward and backward, and their place in autograd.
-- `gradient_buffers`: what leaves the backward graph, without a copy.
-- `checkpointing`: layers that the backward pass runs once more.
+- `gradient_buffers`: gradients of parameters that leave the backward graph without a copy.
+- `checkpointing`: layers whose forward the backward pass runs again.
 - `settings`: what a graph depends on apart from its inputs; if that changes, it is captured anew.
 - `runner`: which rows are replayed, which are not, and why.
 """

@@ -1,5 +1,5 @@
-"""Buckets of rows: tokens and documents up to a bound, so that all rows of a bucket have tensors of
-the same sizes.
+"""Buckets of rows: all rows of a bucket are padded to the same numbers of tokens and documents, so
+that their tensors have the same sizes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.tree import Size, Tree, TreeSizes
 
 STEPS = 16
-"""Buckets from one power of two to the next: at most 1/16 of a row is padding."""
+"""Number of bucket sizes from one power of two to the next: at most 1/16 of a row is padding."""
 STEPS_OF_TREES = 8
-"""The same for a tree's paths, and for each of its levels as a part of the row: at most 1/8 is
-padding. Only operations that mix tokens compute it, so that these steps are coarser.
+"""The same number for a tree's paths, and for each of its levels: at most 1/8 of them is padding.
+It is smaller because only operations that mix tokens compute this padding.
 """
 FINEST = 16
-"""Tokens from one bucket to the next, at least."""
+"""The smallest difference in tokens between two buckets."""
 FEWEST_DOCUMENTS = 16
-"""Documents of a bucket, at least."""
+"""The fewest documents of a bucket."""
 SHORTEST = 64
-"""Tokens of a tree's levels and paths: a chunk, which kernels fetch whole."""
+"""The smallest step in tokens for a tree's levels and paths: a chunk, which kernels load whole."""
 
 
 @dataclass(frozen=True, order=True)
@@ -36,8 +36,8 @@ class Bucket:
         tokens: T of the padded row.
         documents: N of the padded row: its documents, one segment of padding, and empty ones.
         longest: `max_seqlen` of the padded row.
-        tree: the sizes of the paths and levels that operations make of a tree; None: of rows of
-            documents.
+        tree: the sizes of the rows that operations build from a tree; None: the bucket is of rows
+            without a tree.
     """
 
     tokens: int
@@ -46,7 +46,9 @@ class Bucket:
     tree: TreeSizes | None = None
 
     def holds(self, packed: PackedSequence) -> bool:
-        """Whether the row fits, and at most 1 / `STEPS` of the bucket is padding."""
+        """Whether the row fits into the bucket, and at most 1 / `STEPS` of the bucket is
+        padding.
+        """
         spare = self.tokens - packed.num_tokens
         return (
             0 <= spare <= max(FINEST, self.tokens // STEPS)
@@ -78,10 +80,11 @@ def bucket_of(packed: PackedSequence) -> Bucket:
     tokens = packed.num_tokens
     step = _step(tokens, STEPS, FINEST)
     tokens = _up(tokens, step)
-    # the padding counts as one document, and plans are filled up with empty ones, at least one
+    # one more document for the padding, and at least one empty document, with which plans are
+    # filled up
     documents = max(FEWEST_DOCUMENTS, 1 << (packed.num_segments + 1).bit_length())
     if packed.tree is not None:
-        # no operation reads its segments as documents
+        # `longest` is the whole row, because no operation takes a tree's segments for documents
         return Bucket(tokens, documents, tokens, _bounds(packed.tree, packed.num_tokens, tokens))
     longest = min(tokens, 1 << (max(packed.max_seqlen, step) - 1).bit_length())
     return Bucket(tokens, documents, longest)
@@ -107,7 +110,7 @@ def _up(size: int, step: int) -> int:
 
 
 def in_bucket(packed: PackedSequence, bucket: Bucket) -> PackedSequence:
-    """Return the record padded to the bucket: N and T, and in a tree the sizes of its paths and
+    """Return the record padded to the bucket: its tokens and documents, and in a tree its paths and
     levels.
     """
     row = filled(packed, bucket.tokens, bucket.documents, bucket.longest)
@@ -118,7 +121,7 @@ def in_bucket(packed: PackedSequence, bucket: Bucket) -> PackedSequence:
 
 
 def lengthened(row: Tensor, bucket: Bucket, dim: int) -> Tensor:
-    """Return a tensor of the row with zeros for the bucket's padding along `dim`."""
+    """Return a tensor of the row padded with zeros along `dim` to the bucket's tokens."""
     spare = bucket.tokens - row.shape[dim]
     if not spare:
         return row

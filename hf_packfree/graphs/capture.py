@@ -1,9 +1,9 @@
 """Two CUDA graphs of one function, forward and backward, and their place in autograd.
 
-torch's `make_graphed_callables` hands out the memory that a replay writes: a second forward before
-the first one's backward, gradients that are accumulated, or an output that somebody keeps would
-read what belongs to another row. Here what leaves is a copy, but for gradients of parameters
-(`gradient_buffers.py`), and a graph whose backward is still to come is not replayed.
+torch's `make_graphed_callables` returns tensors in the memory that the next replay overwrites. So a
+second forward before the first one's backward, accumulated gradients, or an output that is kept
+would read another row's values. Here all results are copies, except for gradients of parameters
+(`gradient_buffers.py`), and a graph whose backward has not run yet is not replayed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from hf_packfree.graphs.gradient_buffers import Gradients, borrowed
 from hf_packfree.ops.operation import once_differentiable
 
 WARM_UP = 2
-"""Runs before the capture, in which kernels are compiled and libraries take their workspaces."""
+"""Runs before the capture, in which kernels are compiled and libraries allocate their
+workspaces.
+"""
 Body = Callable[..., Tensor]
 
 
@@ -31,7 +33,7 @@ class Row:
     may not be replayed again.
 
     Args:
-        out: the function's value, which autograd takes from it.
+        out: the function's value, which `_Replay.forward` takes out.
     """
 
     def __init__(self, out: Tensor) -> None:
@@ -40,12 +42,13 @@ class Row:
 
 
 class Pool:
-    """Memory that graphs share which never run at once.
+    """Memory that is shared by graphs that never run at the same time.
 
-    What one capture frees is there for the next, if both are captured on the same stream.
+    Memory that one capture frees is reused by the next, because both are captured on the same
+    stream.
 
     Args:
-        tokens: of the longest row to be captured, whose memory serves all shorter ones.
+        tokens: of the longest row that is captured, whose memory is enough for shorter ones.
     """
 
     def __init__(self, device: torch.device, tokens: int) -> None:
@@ -55,7 +58,7 @@ class Pool:
         self._device, self._last = device, torch.cuda.current_stream(device)
 
     def follow(self) -> None:
-        """Let the current stream wait for the last one that wrote the pool's memory."""
+        """Let the current stream wait for the stream that last wrote the pool's memory."""
         current = torch.cuda.current_stream(self._device)
         if current != self._last:
             current.wait_stream(self._last)
@@ -63,14 +66,17 @@ class Pool:
 
 
 class Graph:
-    """A function of some tensors, and of parameters that it reads by itself, as graphs.
+    """A function as two CUDA graphs, forward and backward; a function of some tensors, and of
+    parameters that it reads itself.
 
     Args:
-        body: returns one tensor of the given ones.
-        inputs: examples; those of every replay have these sizes, and are copied to fixed addresses.
-        parameters: what the body reads besides and needs gradients of.
-        pool: which graphs share that never run at once.
-        read: what it reads in the place of parameters while it is captured, see `in_the_place_of`.
+        body: the function: returns one tensor, given the inputs.
+        inputs: examples; the inputs of every replay have the same sizes, and are copied to fixed
+            addresses.
+        parameters: the parameters that the body reads itself and that get gradients.
+        pool: the memory, see `Pool`.
+        read: the stand-ins for `parameters` that the body reads during the capture, see
+            `in_the_place_of`.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class Graph:
         self.d_out = torch.zeros_like(out)
         with torch.cuda.graph(self._backward, **options):
             grads = torch.autograd.grad(out, wanted, self.d_out, allow_unused=True)
-        # copied as soon as they are written: other graphs may use the memory in between
+        # results are copied right after a replay, because other graphs use the memory afterwards
         self.out = borrowed(out)
         left = iter(grads)
         of_inputs = [next(left) if x.requires_grad else None for x in self.inputs]
@@ -116,20 +122,21 @@ class Graph:
 
     @property
     def is_free(self) -> bool:
-        """Whether no backward is to come that reads what a replay would write over."""
+        """Whether no backward is still to run that reads memory which a replay would overwrite."""
         row = self._row()
         return row is None or row.done
 
     def replay(self, *inputs: Tensor) -> Tensor:
         """Return a copy of the function's value, with its place in autograd."""
-        # started first: autograd takes time for every parameter, while the GPU would wait
+        # the graph is launched first: `apply` takes the host time for every parameter, in which the
+        # GPU would wait
         row = Row(self.run_forward(inputs))
         self._row = weakref.ref(row)
         return _Replay.apply(self, row, *inputs, *self.parameters)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def run_forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Replay the forward of these inputs."""
+        """Replay the forward graph on these inputs; return a copy of its result."""
         for own, given in zip(self.inputs, inputs, strict=True):
             own.detach().copy_(given)
         with torch.cuda.device_of(self.out):
@@ -137,7 +144,7 @@ class Graph:
         return self.out.clone()
 
     def run_backward(self, d_out: Tensor) -> list[Tensor | None]:
-        """Replay the backward; return the gradients of inputs and parameters."""
+        """Replay the backward graph; return the gradients of inputs and parameters."""
         self.d_out.copy_(d_out)
         with torch.cuda.device_of(self.out):
             self._backward.replay()
@@ -147,11 +154,11 @@ class Graph:
 
 @contextmanager
 def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator[list[Tensor]]:
-    """Within the block, a module holds other parameters, on the same memory.
+    """Replace a module's parameters, for the block, by new ones on the same memory; yields these.
 
-    The node of autograd that takes a parameter's gradients belongs to the stream on which it was
-    made, and lives as long as anybody keeps it: DDP, or a loss of the step before. A capture, on a
-    stream of its own, fails where it meets such a node.
+    The autograd node that accumulates a parameter's gradients is bound to the stream on which it
+    was made, and lives while DDP, or the last step's loss, holds it. A capture, on a stream of its
+    own, fails if it meets such a node.
     """
     others = {id(x): nn.Parameter(x.detach()) for x in parameters}
     places = [
@@ -170,12 +177,14 @@ def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator
 
 
 def refuse_other_leaves(out: Tensor, wanted: Sequence[Tensor]) -> None:
-    """Refuse a function that reads what needs gradients besides `wanted`: a replay has none for it.
+    """Refuse a function that reads other leaves with gradients than `wanted`: a replay would not
+    compute these gradients.
 
-    Such are parameters that a replaced forward, or a list, holds by itself, see `in_the_place_of`.
+    Such leaves are parameters that a replaced forward or a list holds, which `in_the_place_of` does
+    not replace.
 
     Raises:
-        NotCapturable: it does.
+        NotCapturable: there is such a leaf.
     """
     known = {id(x) for x in wanted}
     for leaf in (getattr(node, "variable", None) for node in nodes_of(out)):
@@ -186,7 +195,7 @@ def refuse_other_leaves(out: Tensor, wanted: Sequence[Tensor]) -> None:
 
 
 def nodes_of(out: Tensor) -> set[Any]:
-    """Return the nodes of autograd behind a tensor, those of leaves too."""
+    """Return the autograd nodes that a tensor was computed by, those of leaves included."""
     found: set[Any] = set()
     left: list[Any] = [out.grad_fn]
     while left:
@@ -198,8 +207,8 @@ def nodes_of(out: Tensor) -> set[Any]:
 
 
 def forget_failed_capture(device: torch.device) -> None:
-    """Let random numbers be drawn again after a capture that failed: torch 2.11's generator thinks
-    that it goes on.
+    """Make the random generator usable after a failed capture: torch 2.11's still takes itself to
+    be in a capture.
     """
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]

@@ -1,4 +1,6 @@
-"""The record of a captured row: what its kernels read is written anew for each row that follows."""
+"""The record of a captured row: the tensors that its kernels read are overwritten for each row that
+is replayed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from hf_packfree.packing import PackedSequence
 _OF_ONE_ROW = frozenset(
     {"cu_seqlens_cpu", "lengths", "num_documents", "num_real_tokens", "indices", "padding_segments"}
 )
-"""What differs between the rows of a bucket and is known on the host: code that reads it outside of
-a plan could not be replayed for another row.
+"""Attributes that differ between the rows of a bucket and are known on the host: code that reads
+them outside of a plan cannot be replayed for another row.
 """
 
 
@@ -22,27 +24,30 @@ class NotCapturable(Exception):
 
     @classmethod
     def read(cls, name: str) -> NotCapturable:
-        """Return what to raise where a layer reads that attribute of the record."""
+        """Return the error for a layer that reads this attribute of the record."""
         return cls(f"a layer reads {name} of the record, which differs between rows")
 
 
 class SomeTree:
-    """Says that a captured row has a tree; which one differs between rows."""
+    """Stands for the tree of a captured row; reading the tree itself, which differs between rows,
+    raises.
+    """
 
     def __getattr__(self, name: str) -> Any:
         raise NotCapturable.read(f"tree.{name}")
 
 
 class OtherPlan(Exception):
-    """A row's plan does not fit into the one that was captured."""
+    """A row's plan does not fit into the captured plan's tensors."""
 
 
 class CapturedSequence(PackedSequence):
-    """A record that keeps every plan made from it, with the call that made it.
+    """A record that keeps every plan made from it, with the function and arguments that made it.
 
     Attributes:
-        made: (build, arguments, plan) of each.
-        building: how many plans are being made: only these may read what differs between rows.
+        made: (build, arguments, plan) of each plan.
+        building: one entry for each plan that is being made; only meanwhile may `_OF_ONE_ROW` be
+            read.
     """
 
     made: list[tuple[Callable[..., Any], tuple[Any, ...], Any]]
@@ -50,7 +55,7 @@ class CapturedSequence(PackedSequence):
 
     @classmethod
     def of(cls, packed: PackedSequence) -> CapturedSequence:
-        """Return such a record of the same row, with no plan yet."""
+        """Return a captured record of the same row, without plans."""
         captured = cls(**{**vars(packed), "_memo": {}})
         vars(captured).update(made=[], building=[])
         return captured
@@ -59,12 +64,12 @@ class CapturedSequence(PackedSequence):
         if name in _OF_ONE_ROW and not object.__getattribute__(self, "building"):
             raise NotCapturable.read(name)
         found = super().__getattribute__(name)
-        # every layer asks whether there is one
+        # layers may ask whether there is a tree
         return SomeTree() if name == "tree" and found is not None and not self.building else found
 
     @property
     def num_segments(self) -> int:
-        """N, the bucket's."""
+        """N of the bucket."""
         return self.cu_seqlens.numel() - 1
 
     def cached(self, build: Callable[..., Any], *args: Any) -> Any:
@@ -76,14 +81,15 @@ class CapturedSequence(PackedSequence):
         finally:
             self.building.pop()
         if len(self._memo) > known:
-            # put there last, after what it was made of
+            # the last entry, since the plans that this plan was made from came before
             key = next(reversed(self._memo))
             plan = self._memo[key] = _remembering(plan)
             self.made.append((build, args, plan))
         return plan
 
     def pairs(self, packed: PackedSequence) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every tensor that kernels read of this row, and what it is for another one.
+        """Yield pairs of tensors: each that kernels read for this row, and its counterpart for
+        another row.
 
         Raises:
             OtherPlan: see `become`.
@@ -99,18 +105,18 @@ class CapturedSequence(PackedSequence):
         """Write another row's offsets and plans over this one's, on the device.
 
         Args:
-            packed: its record, which may be on the host.
+            packed: the other row's record, which may be on the host.
 
         Raises:
-            OtherPlan: one of them has another size, or says something on the host that was
-                captured; nothing was written.
+            OtherPlan: a tensor has another size, or a plan's numbers on the host differ from the
+                captured ones; nothing was written.
         """
         for old, new in list(self.pairs(packed)):
             old.copy_(new, non_blocking=True)
 
 
 def _remembering(plan: Any) -> Any:
-    """Return a plan whose records, of rows made of the row, remember plans too."""
+    """Return a plan in which records, of rows built from this row, are `CapturedSequence`s too."""
     if isinstance(plan, PackedSequence):
         return CapturedSequence.of(plan)
     if isinstance(plan, (tuple, list)):
@@ -123,7 +129,7 @@ def tensors_of(plan: Any, other: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the tensors of two plans in pairs.
 
     Raises:
-        OtherPlan: they differ in anything but the tensors' elements.
+        OtherPlan: the plans differ in anything but the tensors' elements.
     """
     if isinstance(plan, Tensor):
         if not _alike(plan, other):

@@ -1,8 +1,8 @@
-"""Gradient checkpointing in a graph: layers that the backward pass runs once more are captured with
-it, by torch's own function.
+"""Gradient checkpointing in a graph: the second forward of recomputed layers is captured with the
+backward pass, by torch's own `checkpoint`.
 
-That function keeps the state of random numbers for the second run, which cannot be read while a
-graph is captured. So it is told not to, and layers that draw random numbers are not captured.
+`checkpoint` saves the random state for the second run, which cannot be read during a capture. So
+that is switched off, and layers that draw random numbers are not captured.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def why_not(layer: Any) -> str | None:
 
 @contextmanager
 def in_capture(module: nn.Module) -> Iterator[None]:
-    """Within the block, the layers of a module that are recomputed can be captured.
+    """Make the recomputed layers of a module capturable in the block.
 
     Raises:
-        NotCapturable: at its end, if they drew random numbers.
+        NotCapturable: at the end of the block, if the layers drew random numbers.
     """
     layers: list[Any] = [
         each for each in module.modules() if getattr(each, "gradient_checkpointing", False)
@@ -55,7 +55,9 @@ def in_capture(module: nn.Module) -> Iterator[None]:
 
 
 def _settings(layer: Any) -> dict[str, Any] | None:
-    """Return the keywords that a layer gives to torch's `checkpoint`; None: it calls another."""
+    """Return the keywords with which a layer calls torch's `checkpoint`; None if it calls another
+    function.
+    """
     function = getattr(layer, _FUNCTION, None)
     if isinstance(function, functools.partial) and not function.args:
         return dict(function.keywords) if function.func is checkpoint else None

@@ -1,9 +1,9 @@
-"""Gradients that leave a graph without a copy.
+"""Gradients of parameters that leave a graph without a copy.
 
-A graph of full training would keep a second set of them otherwise, as large as the weights, and
-write it in every step. Where a replay wrote a gradient, the next replay of any graph of its pool
-writes something else; so before it, `Gradients.take_back` moves what parameters alone still hold
-(sums over several rows) to memory of its own, and says if somebody holds anything else.
+In full training a copy would take memory as large as the weights, and be written in every step. But
+the next replay of any graph of the pool overwrites the gradients. So before it,
+`Gradients.take_back` moves gradients that are in parameters' `.grad` (sums over several rows) to
+memory of their own, and returns False if other code still holds one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 
 class Address:
-    """Bytes on a GPU, in the words of Numba's CUDA array interface; alive as long as a tensor of
-    them is.
+    """Bytes on a GPU, as an object with the CUDA array interface; alive while a tensor on these
+    bytes is.
 
     Args:
-        data: where they begin.
-        size: how many.
-        owner: what keeps them allocated.
+        data: the address.
+        size: the number of bytes.
+        owner: the object that keeps the memory allocated.
     """
 
     def __init__(self, data: int, size: int, owner: Any) -> None:
@@ -38,29 +38,29 @@ class Address:
 
 
 def tensor_at(address: Address, like: Tensor) -> Tensor:
-    """Return a tensor of an address, of the size, strides and dtype of another one, which begins
-    there.
+    """Return a tensor at an address, with the size, strides and dtype of `like`, whose first
+    element is there.
     """
     memory = torch.as_tensor(address, device=like.device).untyped_storage()
-    # no view, which would hold the memory after `take_back` moved it
+    # not a view, which would keep the memory's `Address` alive after `take_back` moved the tensor
     found = torch.empty(0, dtype=like.dtype, device=like.device)
     return found.set_(memory, 0, like.shape, like.stride())
 
 
 def borrowed(x: Tensor) -> Tensor:
-    """Return a tensor on the same memory that keeps no reference to it: later captures in the pool
-    may take it.
+    """Return a tensor on the same memory without a reference to it, so that later captures may
+    reuse the memory.
     """
     return tensor_at(Address(x.data_ptr(), _size(x), None), x)
 
 
 class Gradients:
-    """The gradients of some parameters, where a graph writes them.
+    """The gradients of some parameters, in the memory that a graph writes.
 
     Args:
-        parameters: what the graph reads by itself.
-        grads: of each, as they were captured; None for those that have none.
-        owner: the graph, without which the memory is gone.
+        parameters: the parameters that the graph reads itself.
+        grads: for each parameter the captured gradient, or None.
+        owner: the graph, whose lifetime is that of the memory.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Gradients:
         self._out: dict[int, weakref.ref[Address]] = {}
 
     def hand_out(self) -> list[Tensor | None]:
-        """Return the gradients that were written last; call `take_back` before the next are."""
+        """Return the gradients of the last replay; call `take_back` before the next replay."""
         each = zip(self._grads, self._sizes, strict=True)
         return [None if grad is None else self._one(grad, size) for grad, size in each]
 
@@ -86,7 +86,9 @@ class Gradients:
         return tensor_at(address, grad)
 
     def take_back(self) -> bool:
-        """Return whether the memory may be written: gradients of parameters are moved first."""
+        """Move gradients that are in parameters' `.grad` to other memory; return whether the
+        graph's memory is free then.
+        """
         if not self._is_out():
             return True
         for parameter in self._parameters:
@@ -99,10 +101,11 @@ class Gradients:
         if out is None:
             return
         shape, strides = grad.shape, grad.stride()
-        # in place: whoever holds this tensor holds the parameter's gradient
+        # in place, because other code may hold the same tensor as the parameter's gradient
         grad.data = grad.detach().clone()
         if (address := out()) is not None:
-            # back: a view of it has to see what is added to it
+            # moved back: something else, such as a view, still uses the graph's memory, and has to
+            # see what is added
             grad.data = tensor_at(address, grad).as_strided(shape, strides)
 
     def _is_out(self) -> bool:
@@ -117,7 +120,7 @@ def _size(x: Tensor) -> int:
 
 
 def _shared(grads: Sequence[Tensor | None]) -> set[int]:
-    """Return where gradients begin that overlap with others."""
+    """Return the addresses of gradients that overlap with others."""
     spans = sorted((x.data_ptr(), x.data_ptr() + _size(x)) for x in grads if x is not None)
     pairs = [(begin, after) for (begin, end), (after, _) in pairwise(spans) if after < end]
     return {begin for pair in pairs for begin in pair}

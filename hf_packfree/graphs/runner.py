@@ -21,14 +21,16 @@ from hf_packfree.packing.bounded import on_host
 
 logger = logging.getLogger("hf_packfree")
 LONGEST = 8192
-"""Tokens beyond which the GPU has more to do than the host (docs/performance.md)."""
+"""The most tokens of a captured row: with more, the GPU takes longer than the host anyway
+(docs/performance.md).
+"""
 SEEN = 2
-"""How often a bucket has to be seen before it is captured."""
+"""The number of rows of a bucket with which its graph is captured."""
 CHANGES = 16
-"""How often settings may change, and after how many replays once more."""
+"""How often settings may change; and once more for every this many replays."""
 MOST = 24
-"""Graphs of one model; the one that was used longest ago goes. So many are captured, and after
-CHANGES replays once more: a capture takes as long as some steps.
+"""The most graphs of one model; the least recently used is dropped. Also how many captures are
+made; and one more for every CHANGES replays, since a capture takes as long as some steps.
 """
 Embed = Callable[[], Tensor]
 """Returns the row's embeddings, [1, T, D]."""
@@ -40,7 +42,7 @@ last hidden states [1, T, D].
 
 @dataclass(eq=False, repr=False)
 class Captured:
-    """The graph of one bucket."""
+    """The graph of one bucket, and the record that it was captured with."""
 
     graph: Graph
     packed: CapturedSequence
@@ -48,13 +50,13 @@ class Captured:
 
 @dataclass(eq=False, repr=False)
 class Runner:
-    """The graphs of one text model, and why rows ran without.
+    """The graphs of one text model, and why rows ran without a graph.
 
     Attributes:
         trunk: the text model.
-        graphs: by bucket and shape of positions, the most recently used one last.
-        reasons: why rows ran without a graph, and how many.
-        replayed: how many rows ran in one.
+        graphs: {(bucket, kind of inputs): graph}, the most recently used one last.
+        reasons: {why rows ran without a graph: how many}.
+        replayed: how many rows ran in a graph.
         output: the class of upstream's output.
     """
 
@@ -74,7 +76,7 @@ class Runner:
 
     def look(self) -> None:
         """Drop all graphs if the model, or a setting, changed since they were captured. Called
-        before the host waits for the GPU, the comparison costs no time.
+        before the host waits for the GPU, so that the comparison costs no time.
         """
         trunk = self.trunk()
         if trunk is None:
@@ -100,8 +102,8 @@ class Runner:
         packed: PackedSequence,
         why_not: str | None = None,
     ) -> Tensor | None:
-        """Return the layers' hidden states of the row from a graph; None: it has to run without,
-        for its caller's reason `why_not` or another.
+        """Return the layers' hidden states of the row [1, T, D] by a graph, or None if the row has
+        to run without, because of the caller's `why_not` or another reason, which is counted.
         """
         if self._looked_for is None or self._looked_for() is not packed.seq_idx:
             self.look()
@@ -120,7 +122,8 @@ class Runner:
     ) -> Tensor | str:
         embeddings = embed()
         kind = (positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad)
-        # two trees are hardly ever rounded up to the same sizes
+        # for trees, buckets that were seen also count, since two trees hardly ever round up to the
+        # same sizes
         seen = self._seen if packed.tree is not None else ()
         for keys in (self.graphs, seen):
             found = [key for key in keys if key[1] == kind and key[0].holds(packed)]
@@ -153,8 +156,8 @@ class Runner:
     def _first(
         self, key: Any, inputs: tuple[Tensor, Tensor], row: PackedSequence, packed: PackedSequence
     ) -> Tensor | str:
-        """Replay a new graph on the row it was captured for; if even that fails, give its bucket
-        up.
+        """Replay a new graph on the row that it was captured for; if that fails, never capture the
+        bucket again.
         """
         found = self._run(key, inputs, row, packed)
         if isinstance(found, str):
@@ -176,7 +179,7 @@ class Runner:
         return captured.graph.replay(*inputs)[:, : packed.num_tokens]
 
     def _in_use(self) -> str | None:
-        """Return why the memory of the graphs may not be written, or None."""
+        """Return why the graphs' memory must not be overwritten yet, or None."""
         if self._pool is not None:
             self._pool.follow()
         graphs = [each.graph for each in self.graphs.values()]
@@ -189,18 +192,19 @@ class Runner:
     def _capture(
         self, key: Any, layers: Layers, inputs: tuple[Tensor, Tensor], row: PackedSequence
     ) -> str | None:
-        """Capture the bucket's graph; return why it cannot be."""
+        """Capture the bucket's graph; return why that is not possible, or None."""
         packed, trunk = CapturedSequence.of(row.to(inputs[0].device)), self.trunk()
         assert trunk is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
-        # a capture's backward pass runs them, and the step once more
+        # the capture's backward pass would run the hooks, and the step's own again
         if any(x._backward_hooks for x in parameters):
             return "parameters have hooks (register_hook)"
         if (why := self._in_use()) is not None:
             return why
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
-        # memory of shorter rows serves no longer one: the longest is captured first, others again
+        # the pool is sized by its longest row: for a longer one all graphs are dropped, and
+        # captured again later
         if self._pool is None or self._pool.tokens < key[0].tokens:
             self.graphs.clear()
             self._pool = Pool(inputs[0].device, key[0].tokens)
@@ -218,7 +222,7 @@ class Runner:
             why = str(error)
         except RuntimeError as error:
             why = f"the capture failed: {str(error).splitlines()[0]}"
-            # which draw random numbers by the state that the failed capture spoiled
+            # other graphs draw random numbers from the state that the failed capture spoiled
             self.graphs.clear()
             self._pool = None
             forget_failed_capture(inputs[0].device)
@@ -231,13 +235,15 @@ class Runner:
 
 
 class Graphs:
-    """The graphs of every text model that one call of `apply_patches` patched; a copy has none."""
+    """The graphs of every text model that one call of `apply_patches` patched; a copy of this
+    object has none.
+    """
 
     def __init__(self) -> None:
         self._runners: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
 
     def of(self, trunk: nn.Module) -> Runner:
-        """Return the text model's."""
+        """Return the text model's runner."""
         if trunk not in self._runners:
             self._runners[trunk] = Runner(weakref.ref(trunk))
         return self._runners[trunk]
@@ -253,7 +259,7 @@ class Graphs:
             runner.looked_for(packed)
 
     def in_words(self) -> str:
-        """Return how many rows ran in graphs, and why others did not."""
+        """Return in words how many rows ran in graphs, and why others did not."""
         runners = list(self._runners.values())
         reasons = sum((runner.reasons for runner in runners), Counter[str]())
         lengths = sorted({key[0].tokens for runner in runners for key in runner.graphs})

@@ -1,5 +1,5 @@
-"""What a captured graph depends on apart from its inputs: addresses of parameters, settings of
-modules and of torch.
+"""The state that a captured graph depends on besides its inputs: addresses of parameters, settings
+of modules and of torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _WEIGHTS = (Tensor, nn.Parameter)
 
 
 class Settings:
-    """What code that was captured has read of a model and of torch.
+    """The state of a model and of torch that captured code may have read.
 
-    A model has thousands of modules, and this is compared in every step: their attributes are
-    compared as dictionaries, whose values count as equal where they are the same object; containers
-    among them are compared by what they hold.
+    It is compared in every step, and a model has thousands of modules. So the modules' attributes
+    are compared as dictionaries, whose values are equal if they are the same object; containers
+    among them are compared by their items.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,11 +37,11 @@ class Settings:
             for part in module.modules()
             for found in chain((vars(part),), _containers(vars(part)))
         ]
-        # most of them: hooks that there are none of
+        # most dictionaries are empty, such as those of hooks
         self._empty = [each for each in found if not each]
         self._attributes = [each for each in found if each]
         self._copies = [found.copy() for found in self._attributes]
-        # another tensor of one element with the same value counts as equal
+        # kept apart, because `==` takes another one-element tensor of the same value for equal
         self._numbers = [
             (each, name, value)
             for each in self._attributes
@@ -53,10 +53,10 @@ class Settings:
         self._addresses, self._switches = _addresses(self._tensors), _switches(module)
 
     def hold(self, module: nn.Module) -> bool:
-        """Whether all of the same model is as it was."""
+        """Whether the model and torch are unchanged; `module` is the same model."""
         try:
             same = not any(self._empty) and self._attributes == self._copies
-        # a tensor in the place of another compares element by element
+        # raised where a tensor was replaced by another one, since `==` then compares elements
         except (RuntimeError, ValueError):
             return False
         return (
@@ -90,8 +90,8 @@ def _switches(module: nn.Module) -> tuple[Any, ...]:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Return what of a model cannot be captured, or None."""
-    # which runs before the graph
+    """Return why a model cannot be captured, or None."""
+    # not checked, since the embedding runs before the graph
     embeddings: Any = getattr(module, "get_input_embeddings", lambda: None)()
     parts = [(name, part) for name, part in module.named_modules() if part is not embeddings]
     for name, part in parts:
