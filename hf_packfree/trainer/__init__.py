@@ -1,4 +1,4 @@
-"""The Trainer callback, and what it does during a training run."""
+"""The Trainer callback, and the hooks that it uses during a training run."""
 
 from hf_packfree.trainer.callback import PackFreeCallback
 

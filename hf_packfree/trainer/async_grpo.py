@@ -1,7 +1,7 @@
 """TRL's AsyncGRPOTrainer, which packs samples as trees, on models with linear layers.
 
-TRL loads the model in the trainer's constructor, for attention kernels of its own, and refuses
-layers that are not attention there. A patched model follows trees in all layers.
+TRL loads the model in the trainer's constructor, for its own attention kernels, and refuses models
+with layers that are not attention. In a patched model all layers follow trees.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hf_packfree.patching import patch_report, register_patches
 
 _TRAINER = "trl.experimental.async_grpo.async_grpo_trainer"
 _LOADS = "create_model_from_path"
-"""What the constructor calls to load the model."""
+"""The function that the constructor calls to load the model."""
 _GOES_ON = "add_fused_lm_head"
-"""What it calls first after its check of the layers."""
+"""The first function that the constructor calls after its check of the layers."""
 
 
 @contextmanager
 def patched_for_async_grpo(**options: Any) -> Iterator[None]:
-    """Patch the models that `AsyncGRPOTrainer` loads in the block, and let it take them:
+    """Patch the models that `AsyncGRPOTrainer` loads in the block, and let its check accept them:
 
         with patched_for_async_grpo():
             trainer = AsyncGRPOTrainer(model="Qwen/Qwen3.5-2B", ...)
@@ -35,7 +35,8 @@ def patched_for_async_grpo(**options: Any) -> Iterator[None]:
         options: of `hf_packfree.register_patches`.
 
     Raises:
-        PatchConflict: TRL's constructor is another than 1.16's; or see `register_patches`.
+        PatchConflict: TRL's constructor differs from that of release 1.16; or see
+            `register_patches`.
     """
     trainer: Any = import_module(_TRAINER)
     missing = [name for name in (_LOADS, _GOES_ON) if not hasattr(trainer, name)]
@@ -67,7 +68,7 @@ def patched_for_async_grpo(**options: Any) -> Iterator[None]:
 
 @contextmanager
 def _meanwhile(thing: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Let attributes have other values in the block."""
+    """Set attributes of an object to other values for the block."""
     before = {name: vars(thing)[name] for name in values}
     vars(thing).update(values)
     try:

@@ -1,5 +1,5 @@
-"""The Trainer callback: patches the model before it is wrapped, refuses if that is too late,
-logs what packing does.
+"""The Trainer callback: patches the model before it is wrapped, refuses to train if it is too late
+for that, and logs facts about packing.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ class PackFreeCallback(TrainerCallback):
     `add_callback` comes too late for that, and so does the callback for the models that
     `Trainer(model_init=...)` builds anew for each run: training then refuses to start unless the
     model is patched already, by `apply_patches` in `model_init`. The patches stay after training;
-    `remove_patches(model)` takes them back.
+    `remove_patches(model)` undoes them.
 
     The first and the last step are logged whatever `logging_steps` says. Every training log gains
-    these, over the steps since the last log, on this process, or on all of them (`mtp_...`):
+    these values, over the steps since the last log, of this process, or of all processes
+    (`mtp_...`):
 
     - packfree/documents_per_row: documents in the average row.
     - packfree/real_token_share: tokens that are not padding over all tokens, 0 to 1.
-    - packfree/tokens_per_second: tokens that are not padding.
+    - packfree/tokens_per_second: tokens per second that are not padding.
     - packfree/mfu: model FLOP/s utilisation in percent of the GPU's peak in bfloat16, where that is
-      known, as TRL counts it, and attention within documents and windows. Left out, with a warning
-      that says why, of a model whose experts per token are not known.
-    - packfree/mtp_loss_k: the mean loss of depth k of a multi-token prediction head in training.
-    - packfree/mtp_accuracy_k: the share of depth k's targets that its most likely token hits.
+      known; counted as by TRL, but with attention within documents and windows only. Left out, with
+      a warning, for a model whose number of experts per token is not known.
+    - packfree/mtp_loss_k: the mean loss of depth k of a multi-token prediction head that is
+      trained.
+    - packfree/mtp_accuracy_k: the share of depth k's targets that equal its most likely token.
     - packfree/influence: once, with `verify_first_batch`: how far the outputs of any document
       changed with the others, and 0 where nothing leaks.
 
@@ -65,18 +67,18 @@ class PackFreeCallback(TrainerCallback):
     Args:
         backend, batch_invariant, padded, cuda_graphs, mtp: as for `apply_patches`, whose errors are
             raised when the Trainer is initialised.
-        unpacked: as for `apply_patches`; None: "native", so that batches whose rows are one
-            document each, too, train in the patched layers and without logits, or what a model has
-            that was patched before. "upstream" is for bits as without us.
-        context_parallel: "auto": the ranks of `cp_size` or `sp_size` in the Trainer's
-            `parallelism_config`, or that of `accelerate launch`, if there are any, share each row,
-            and accelerate leaves that to the model until training ends; or as for `apply_patches`,
-            of them.
+        unpacked: as for `apply_patches`; None: "native", so that batches of one document per row
+            also train in the patched layers and without logits; of a model that was patched before,
+            its own option. "upstream" gives the bits of an unpatched model.
+        context_parallel: "auto": if `cp_size` or `sp_size` is set in the Trainer's
+            `parallelism_config`, or by `accelerate launch`, these ranks share each row, and
+            accelerate does not cut rows until training ends; or a value as for `apply_patches`, for
+            these ranks.
         verify_first_batch: on the first packed batch, change the tokens, pixels and audio of every
             second document and raise `LeakDetected` if the outputs of the others change, with the
-            same dropout and noise; costs three forwards, four of a vision-language model. Where
-            none of the first 16 batches is packed it gives up with a warning. In a process group
-            only the first batch is checked, so that all processes run the same forwards.
+            same dropout and noise; costs three forwards, four of a vision-language model. If none
+            of the first 16 batches is packed, a warning says that nothing was verified. In a
+            process group only the first batch counts, so that all processes run the same forwards.
 
     Raises:
         ValueError: an option has an unknown value.
@@ -120,8 +122,8 @@ class PackFreeCallback(TrainerCallback):
         """Patch the model, before anything wraps it.
 
         Raises:
-            PatchConflict: the Trainer wants sequence parallelism by DeepSpeed's engine, gives other
-                ranks the same batches, or shares rows where `context_parallel` is None.
+            PatchConflict: the Trainer uses DeepSpeed's sequence parallelism, gives several ranks
+                the same batches, or shares rows although `context_parallel` is None.
         """
         given, parallelism = self._context_parallel, parallelism_in_force()
         ranks = trainers_group(parallelism, "auto" if isinstance(given, str) else ranks_of(given))
@@ -155,7 +157,7 @@ class PackFreeCallback(TrainerCallback):
         _warn_of_unweighted_tokens(args, model)
         _warn_of_gradients_divided_twice()
         if self._run is not None:
-            # of a training that was interrupted
+            # a run that was interrupted left its hooks
             self._run.take_off()
         smooths = args.label_smoothing_factor != 0
         self._run = TrainingRun(model, self._verify, smooths=smooths)
@@ -163,7 +165,7 @@ class PackFreeCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start counting and watching."""
+        """Put the counting and verifying hooks on the model."""
         if self._run is not None:
             self._run.put_on()
 
@@ -172,8 +174,8 @@ class PackFreeCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop counting and watching, until the next step; the first and the last one are logged
-        in any case.
+        """Take the hooks off until the next step; the first and the last step are logged in any
+        case.
         """
         if self._run is not None:
             self._run.take_off()
@@ -183,7 +185,7 @@ class PackFreeCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Warn if the first packed batch was to be verified and none came."""
+        """End the run; warns if the first packed batch was to be verified but there was none."""
         cut_rows_again(kwargs["model"])
         if self._run is not None:
             self._run.end()
@@ -197,7 +199,9 @@ class PackFreeCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add the packing facts to a training log, where it is printed and where it is kept."""
+        """Add the facts about packing to a training log, both to the printed one and to
+        `log_history`.
+        """
         if logs is None or "loss" not in logs or self._run is None:
             return
         facts = self._run.facts() | training_facts(kwargs.get("model"))
@@ -207,18 +211,20 @@ class PackFreeCallback(TrainerCallback):
 
 
 def _autocast_in_force() -> torch.dtype | None:
-    """Return the dtype in which accelerate will have matrix products, whether the Trainer's
-    arguments or `accelerate launch` chose it, or None: that of the weights.
+    """Return the dtype of accelerate's autocast, from the Trainer's arguments or `accelerate
+    launch`, or None without autocast.
     """
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
-    # what is no product in fp8 is autocast to bfloat16
+    # under fp8, operations that do not run in fp8 are autocast to bfloat16
     dtypes = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
     return dtypes.get(AcceleratorState().mixed_precision)
 
 
 def _refuse_unpatched(model: nn.Module, *, wants_head: bool) -> None:
-    """Refuse an unpatched model, and one without the multi-token prediction head that is wanted."""
+    """Refuse an unpatched model, and with `wants_head` a model without a multi-token prediction
+    head.
+    """
     found = None
     if not patch_report(model).patched:
         found = "an unpatched model"
@@ -257,7 +263,7 @@ def _warn_of_gradients_divided_twice() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     steps = GradientState().num_steps
-    # whose engine leaves it to the Trainer
+    # DeepSpeed's engine does not divide, so there only the Trainer does
     if steps > 1 and AcceleratorState().distributed_type != "DEEPSPEED":
         logger.warning(
             "found transformers %s, whose Trainer divides gradients by the %d micro-batches of a "

@@ -1,10 +1,10 @@
-"""Model FLOP/s utilisation: what the model's matrix products need, over what the GPU could do.
+"""Model FLOP/s utilisation: the operations of the model's matrix products, over the GPU's peak.
 
-Counted as TRL does: a training step is three forwards, a matrix product costs two operations per
-weight and token, attention is over all of its context. Unlike there, the context is the document
-and not the row, or the layer's window where that is shorter, and only layers that attend have any.
-Recurrences (delta rules, SSD), convolutions and what is around the text model (towers, a
-multi-token prediction head) are not counted.
+Counted as TRL does: a training step costs three forwards, a matrix product two operations per
+weight and token, and attention is over the whole context. Unlike in TRL, the context is the
+document, or the layer's window if that is shorter, instead of the row, and only attention layers
+have one. Recurrences (delta rules, SSD), convolutions, towers and a multi-token prediction head are
+not counted.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ PEAKS = {
     "L40S": 362e12,
     "A10G": 125e12,
 }
-"""{part of a GPU's name: dense bfloat16 operations per second}; the first that fits counts."""
+"""{part of a GPU's name: dense bfloat16 operations per second}; the first entry that fits
+counts.
+"""
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return a device's dense operations per second in bfloat16, or None: it is not known."""
+    """Return a device's dense operations per second in bfloat16, or None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -65,7 +67,7 @@ class FlopsPerToken:
 
 
 def why_not_counted(trunk: nn.Module) -> str | None:
-    """Return why the operations of a text model are not known, None where they are."""
+    """Return why the operations of a text model cannot be counted, or None if they can."""
     has_experts = _weights_of_a_token(trunk, 1) > _weights_of_a_token(trunk, 0)
     if has_experts and _experts_of_a_token(trunk) is None:
         return "found experts, and no router whose top_k says how many of them a token goes to"
@@ -73,8 +75,8 @@ def why_not_counted(trunk: nn.Module) -> str | None:
 
 
 def _attention(trunk: nn.Module) -> Iterator[tuple[int, float]]:
-    """Yield the operations of each attention layer for a token that looks at another one, and how
-    many it looks at, at most.
+    """Yield for each attention layer the operations per pair of query and key, and its window, the
+    most keys of a query.
     """
     for module in trunk.modules():
         sizes = module.op_sizes(module) if isinstance(module, Replacement) else {}
@@ -94,26 +96,26 @@ def _weights_of_a_token(trunk: nn.Module, chosen: int) -> int:
     """Return how many weights each token is multiplied with, of `chosen` experts in each layer."""
     weights: dict[Any, int] = {}
     for name, module in trunk.named_modules():
-        # where experts are a list, its first stand for those that are chosen
+        # where experts are a list of modules, its first `chosen` are counted
         expert = re.search(r"\bexperts\.(\d+)", name)
         if expert is None or int(expert[1]) < chosen:
-            # each of Zamba2's adapters runs in one of the layers that are tied to have it
+            # Zamba2 ties adapters over layers; each runs in only one of them, and is counted once
             tied = "adapter_list" in name and hasattr(module, "weight")
             weights[module.weight if tied else module] = _weights(module, chosen)
     return sum(weights.values())
 
 
 def _weights(module: Any, chosen: int) -> int:
-    """Return the same of a module without its children."""
-    # PEFT's wrappers have the sizes of the layer that they hold, too
+    """Return how many weights of a module, without its children, each token is multiplied with."""
+    # PEFT's wrappers also have the sizes of the layer inside, which is counted itself
     if getattr(module, "base_layer", None) is not None or isinstance(module, nn.Embedding):
         return 0
     if hasattr(module, "in_features"):
-        # of weights in 4 bits, too, whose tensors are smaller
+        # by features, because tensors of 4-bit weights are smaller
         return int(module.in_features * module.out_features)
     sizes = {name: size_of(part) for name, part in module.named_parameters(recurse=False)}
     router = sizes.get("weight", ())
-    # convolutions have weights of three dimensions, too
+    # only experts, because convolutions have weights of three dimensions too
     stacks = [size for size in sizes.values() if len(size) == 3 and hasattr(module, "num_experts")]
     experts = chosen * sum(math.prod(size[1:]) for size in stacks)
     return experts + (math.prod(router) if len(router) == 2 else 0)

@@ -23,20 +23,20 @@ from hf_packfree.verify.random_documents import media_source
 
 logger = logging.getLogger("hf_packfree")
 PATIENCE = 16
-"""Batches that may come before the first packed one: documents as long as a row fill it alone."""
+"""Batches that may come before the first packed one: a document as long as a row fills it alone."""
 
 
 def outermost(model: nn.Module, trunks: list[nn.Module]) -> list[nn.Module]:
-    """Return the vision-language model around the text model, whose towers are checked too, or
-    else the text models.
+    """Return the modules to verify: the vision-language model, so that its towers are checked too,
+    or else the text models.
     """
     source = media_source(model)
     return trunks if source is None else [source]
 
 
 class _OfAStep:
-    """A hook or observer that is on a model during a step; copies and pickles of the model get one
-    that does nothing.
+    """A hook or observer that is on a model during a step; in copies and pickles of the model it
+    becomes one that does nothing.
     """
 
     def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
@@ -49,7 +49,7 @@ class _Nothing:
 
 
 class TrainingRun:
-    """One training run: what is on its model during each step, and what that found.
+    """One training run: the hooks that are on its model during each step, and their results.
 
     Args:
         model: patched.
@@ -82,14 +82,15 @@ class TrainingRun:
 
     def take_off(self) -> None:
         for observers in map(observers_of, self.trunks):
-            # also those of a run that was interrupted within a step
+            # by class, so that observers of a run that was interrupted within a step are removed
+            # too
             observers[:] = [each for each in observers if not isinstance(each, _OfAStep)]
         for check in self.checks:
             check.take_off()
 
     def facts(self) -> dict[str, float]:
         facts = self.counts.take()
-        # ranks that share rows each count them whole
+        # not for ranks that share rows, each of which counts whole rows
         if self.peak is not None and self.flops is not None and not self.counts.shared:
             tokens = facts["packfree/tokens_per_second"]
             flops = self.flops(self.counts.mean_document)
@@ -106,11 +107,11 @@ class TrainingRun:
 
 
 class FirstBatch(_OfAStep):
-    """Checks the first packed batch that comes through a module in training; put on for one batch.
+    """Verifies the first packed batch of a module in training; `put_on` is for one batch.
 
     Args:
         module: see `first_batch_influence`.
-        leave: called before an exception goes on.
+        leave: called before an exception is raised on, to take all hooks off.
     """
 
     def __init__(self, module: nn.Module, leave: Callable[[], None]) -> None:
@@ -130,7 +131,7 @@ class FirstBatch(_OfAStep):
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # before the forward, which may raise
+        # taken off before the forward, which may raise
         self.take_off()
         if self.over or not module.training:
             return
@@ -160,15 +161,17 @@ class FirstBatch(_OfAStep):
 
 
 class SmoothedLabels(_OfAStep):
-    """Refuses trees where the Trainer takes labels out of a batch and shifts them by one token."""
+    """Refuses trees of shared prefixes if the Trainer smooths labels: its loss shifts the batch's
+    labels by one token.
+    """
 
     def __call__(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
         refuse_tree(packed, "with label_smoothing_factor, whose loss shifts labels across branches")
 
 
 class Counts(_OfAStep):
-    """Running totals since the last log; token counts stay on the device until then, so that no
-    step waits for it.
+    """Running totals since the last log; token counts stay on the device until the next log, so
+    that no step waits for the device.
     """
 
     def __init__(self) -> None:
@@ -179,7 +182,7 @@ class Counts(_OfAStep):
 
     @uncompiled
     def __call__(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
-        # of the batch that ranks share, each counts all
+        # ranks that share a batch each count all of it
         if packed is not None and packed.is_shard:
             packed, self.shared = packed.whole_batch, True
             shape = packed.batch_shape
