@@ -1,4 +1,6 @@
-"""What padding costs and packing saves, measured on the user's own machine, model and lengths."""
+"""The cost of padding and the gain from packing, measured on the user's own machine, model and
+lengths.
+"""
 
 from hf_packfree.bench.candidates import BenchOptions, BenchReport, Candidate, Progress
 from hf_packfree.bench.lengths import DISTRIBUTIONS, Sample, choose_lengths

@@ -11,9 +11,11 @@ from typing import Any
 from hf_packfree.bench.candidates import BenchReport
 
 BLUE = "#0072B2"
-"""Of patched, by Okabe and Ito: not grey for colour-blind people and in print."""
+"""For patched candidates; of Okabe and Ito's palette, distinct from grey for colour-blind people
+and in print.
+"""
 GREY = "#999999"
-"""Of unpatched."""
+"""For unpatched candidates."""
 
 
 def draw(report: BenchReport, path: Path) -> None:

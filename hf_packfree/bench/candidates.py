@@ -1,4 +1,4 @@
-"""The options of a benchmark and what it measured, as plain data."""
+"""The options and results of a benchmark, as plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 BASE = "unpatched padded"
 OPTIONAL = "unpatched packed"
 Progress = Callable[[str, int, int], None]
-"""Called with the candidate, and how many of how many steps are done."""
+"""Called with a candidate's name, the number of steps done, and the number of all steps."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Options:
     Attributes:
         model: a preset, a family's name, a config or checkpoint folder, or a hub id.
         lengths: tokens of each document of the batch, or of each segment of its tree.
-        rounds: timed steps of each candidate; they run in turns.
-        device, dtype: where and in what; dtype None is the checkpoint's own, or a preset's: see
+        rounds: timed steps of each candidate; candidates take turns.
+        device, dtype: of the model; dtype None is the checkpoint's own, or the preset's, see
             `model_of`.
         threads: CPU threads; None leaves torch's choice.
-        seed: of weights and tokens.
-        trust_remote_code: for a checkpoint with code of its own.
+        seed: of random weights and tokens.
+        trust_remote_code: run code that comes with a checkpoint.
     """
 
     model: str
@@ -43,8 +43,8 @@ class BenchOptions(Options):
     """The options of `run_bench`.
 
     Attributes:
-        origin, cut: as `choose_lengths` says, where the lengths come from and how many were cut;
-            kept for the report.
+        origin, cut: from `choose_lengths`, for the report: where the lengths come from, and how
+            many documents were cut.
     """
 
     origin: str = ""
@@ -60,8 +60,8 @@ class Candidate:
         computed_tokens: including padding, where padding is not skipped.
         seconds: of each timed step.
         peak_mib: most memory held during a step above what was held before it, gradients included.
-        refused: why it does not run here, or None.
-        note: what to know about it.
+        refused: why the candidate does not run here, or None.
+        note: a remark on the candidate, for the report.
     """
 
     name: str
@@ -79,11 +79,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What every benchmark measures.
+    """The fields of every benchmark's report.
 
     Attributes:
-        model, parameters, device, dtype, versions: what ran, where.
-        candidates: in the order in which they take turns.
+        model, parameters, device, dtype, versions: the model and where it ran.
+        candidates: in the order of their turns.
         memory: how the peak was measured.
         implementations: {operation: backend that ran the patched rows}.
     """
@@ -100,13 +100,13 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport(Measured):
-    """What `run_bench` measured, unpatched padded first.
+    """The results of `run_bench`, the unpatched padded candidate first.
 
     Attributes:
         options: see `BenchOptions`.
         floor: seconds that the model's linear layers and experts alone take for the real tokens:
             one multiplication forward, two backward, each measured in the same run.
-        images, patches: of the documents, where the model takes images.
+        images, patches: their numbers in all documents, where the model takes images.
     """
 
     options: BenchOptions
@@ -135,8 +135,8 @@ class BenchReport(Measured):
 
     @property
     def complete(self) -> bool:
-        """Whether everything ran but unpatched packed, which transformers refuses without its
-        kernels.
+        """Whether every candidate ran, except unpatched packed, which transformers refuses without
+        kernels installed.
         """
         return not any(row.refused for row in self.candidates if row.name != OPTIONAL)
 
@@ -160,7 +160,7 @@ class BenchReport(Measured):
         return self.real_tokens / median if median else None
 
     def floor_share(self, name: str) -> float | None:
-        """Return the share of a step that its matrix products need, 0 to 1."""
+        """Return the share of a candidate's step that its matrix products take, 0 to 1."""
         median = self.candidate(name).median
         return self.floor / median if median else None
 

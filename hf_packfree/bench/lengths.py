@@ -39,8 +39,8 @@ class Sample:
     """The documents of one batch.
 
     Attributes:
-        lengths: tokens of each.
-        origin: where the lengths come from and what was done to them, in words.
+        lengths: tokens of each document.
+        origin: where the lengths come from and how they were chosen or cut, in words.
         cut: how many documents of a file were truncated to the longest wanted.
     """
 
@@ -55,14 +55,14 @@ def choose_lengths(source: str, documents: int, longest: int | None = None) -> S
     Args:
         source: a name of `DISTRIBUTIONS`, or a JSONL file whose lines are numbers, or objects with
             "length" or "input_ids".
-        documents: how many; their lengths are evenly spaced quantiles, so that one batch represents
-            the distribution: a file's longest document need not be among them, and a file of fewer
-            lines gives some more than once.
+        documents: how many lengths; they are evenly spaced quantiles, so that one batch represents
+            the distribution. A file's longest document need not be among them, and a file of fewer
+            lines gives some lengths more than once.
         longest: tokens of the longest document of a distribution, 512 if not given. A file's
-            documents are cut to it if it is given, and taken as they are if not.
+            documents are cut to it if it is given, otherwise not at all.
 
     Raises:
-        UnsupportedInput: neither a name nor a file that holds lengths.
+        UnsupportedInput: `source` is neither a name nor a file of lengths.
     """
     if source in DISTRIBUTIONS and not Path(source).is_file():
         longest = longest or LONGEST
@@ -174,8 +174,8 @@ class Illustrated:
 
     Attributes:
         ids: int64 [n] each.
-        pixels: [patches, numbers of a patch], all images' in the documents' order.
-        grids: int64 [images, 3].
+        pixels: [patches, numbers of a patch], of all images in the order of the documents.
+        grids: int64 [images, 3], `image_grid_thw`.
     """
 
     ids: list[Tensor]
@@ -187,7 +187,7 @@ def illustrated(documents: list[Tensor], source: Any, seed: int) -> Illustrated:
     """Insert an image after the first token of each document.
 
     Args:
-        documents: random ids; those of media become text.
+        documents: random ids; ids of media among them are replaced by text.
         source: the module that has `get_rope_index`.
         seed: of the pixels.
     """
@@ -212,7 +212,9 @@ def illustrated(documents: list[Tensor], source: Any, seed: int) -> Illustrated:
 def padded_media(
     given: Illustrated, source: Any, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Rows padded on the right, as a processor gives them; padding and images have no loss."""
+    """The arguments of a forward of rows padded on the right, like a processor's; padding and
+    images have no loss.
+    """
     return _with_images(padded(given.ids, device), given, source, dtype)
 
 
@@ -224,7 +226,9 @@ def packed_media(
     *,
     boundaries: bool = True,
 ) -> dict[str, Any]:
-    """One row, with `position_ids` of 4 rows, and with all boundary keywords or without."""
+    """The arguments of a forward of one row, with `position_ids` of 4 rows; with all boundary
+    keywords or with none.
+    """
     row = packed(given.ids, device, boundaries=boundaries)
     lengths = torch.tensor([len(document) for document in given.ids])
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int()

@@ -1,6 +1,4 @@
-"""What a step takes: its peak memory, and the time that its matrix products take by themselves
-on this machine.
-"""
+"""The peak memory of a step, and the time that its matrix products alone take on this machine."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ HOW = {
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return whether memory ran out; by its text too, since only the GPU allocator's error has a
-    class of its own.
+    """Return whether an error says that memory ran out; judged by its text too, since only the GPU
+    allocator's error has a class of its own.
     """
     texts = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
     return (
@@ -41,9 +39,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 def peak_mib(step: Callable[[], object], device: torch.device) -> float:
-    """Run `step` and return the most MiB that tensors held meanwhile, above what they held
-    before.
-    """
+    """Run `step` and return the peak MiB of tensors during it, above those before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -107,7 +103,7 @@ def processor() -> str | None:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Drop what the profiler's C++ half writes to stderr about itself."""
+    """Drop messages that the profiler's C++ code writes to stderr."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -127,13 +123,13 @@ def _peak_of(events: list[dict[str, Any]]) -> int:
 
 
 TOWERS = ("visual", "audio_tower")
-"""Attributes of vision-language models that hold towers."""
+"""Attributes of vision-language models for their towers."""
 EXPERTS = ("gate_up_proj", "down_proj")
 """Parameters [experts, outputs, inputs] of transformers' layers of experts."""
 
 _TURNS = {True: (2, 10), False: (0, 1)}
-"""Untimed and timed turns of a product, on a GPU and elsewhere: a GPU finishes one before the
-host has launched the next.
+"""{on a GPU: (untimed, timed) runs of a product}; several on a GPU, which would finish a single run
+before the host has launched the next.
 """
 
 
@@ -141,8 +137,8 @@ class Floor:
     """All `nn.Linear` layers and experts of a model, as matrix products over a number of tokens: y
     = x W', dx = dy W and dW = dy' x.
 
-    Layers of one shape are measured once; experts are evenly loaded. A router, which is no
-    `nn.Linear`, is not in it, nor is what towers do with patches.
+    Layers of one shape are measured once; experts are evenly loaded. Routers, which are no
+    `nn.Linear`, and towers are not included.
     """
 
     def __init__(self, model: nn.Module, tokens: int, choices: int = 1) -> None:
@@ -165,12 +161,12 @@ class Floor:
 
     @torch.no_grad()
     def seconds(self) -> float:
-        """Run every shape's products, and return the seconds that all layers would take."""
+        """Time the products of every shape, and return the seconds for all layers."""
         return sum(count * self._once(*shape) for shape, count in self._shapes.items())
 
     def _once(self, fan_in: int, fan_out: int, experts: int = 0) -> float:
         sizes = self._sizes(fan_in, fan_out, experts)
-        # zeros and ones run faster
+        # random numbers, because products of zeros and ones run faster
         x, weight, grad = (torch.randn_like(self._like.new_empty(size)) for size in sizes)
 
         def multiply(turns: int) -> None:
@@ -185,8 +181,8 @@ class Floor:
         return (time.perf_counter() - began) / timed
 
     def _sizes(self, fan_in: int, fan_out: int, experts: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of x, W and dy; if tokens are too few to choose all experts, of those that
-        they can choose.
+        """The shapes of x, W and dy of a layer; if the tokens are too few to reach all experts, for
+        as many experts as they reach.
         """
         rows, experts = self._tokens, min(experts, self._tokens * self._choices)
         if not experts:
@@ -200,9 +196,7 @@ class Floor:
 
 
 def _experts(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return inputs, outputs and experts of every product that each token takes with the experts
-    it chose.
-    """
+    """Return (inputs, outputs, experts) for every product of a token with one of its experts."""
     weights = (getattr(module, name, None) for module in model.modules() for name in EXPERTS)
     stacks = [
         weight.shape for weight in weights if isinstance(weight, nn.Parameter) and weight.ndim == 3

@@ -1,5 +1,5 @@
-"""What `packfree bench` trains: shapes that it knows by name, text models and vision-language
-ones, and any other model.
+"""The models of `packfree bench`: presets of text and vision-language models, and any other model
+by name.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ seconds, and the released 2B's.
 
 
 def config_of(preset: str) -> Any:
-    """Return the configuration of a shape."""
+    """Return the configuration of a preset."""
     import transformers
 
     name, given = PRESETS[preset]
@@ -163,10 +163,9 @@ def config_of(preset: str) -> Any:
 def model_of(
     source: str, device: torch.device, dtype: torch.dtype | None, trust_remote_code: bool = False
 ) -> nn.Module:
-    """Return a preset's model, or whatever else `build_model` knows, in training mode.
+    """Return the model of a preset, or of another `source` by `build_model`, in training mode.
 
-    A preset without a `dtype` has the one that it would be trained in: bfloat16 on a GPU, float32
-    elsewhere.
+    Without `dtype`, a preset is in bfloat16 on a GPU, in float32 elsewhere.
 
     Raises:
         UnsupportedModel: nothing of that name can be loaded.

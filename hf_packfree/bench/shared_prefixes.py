@@ -1,8 +1,8 @@
-"""What sharing prefixes saves: one step of samples in a tree, compared with the same samples packed
-one after the other, in turns, on the same weights.
+"""The gain from sharing prefixes: a step of samples in a tree against a step of the same samples
+packed one after the other, in turns, on the same weights.
 
-Both give the same loss: the mean negative log-probability of every sample's tokens after its
-first.
+Both have the same loss: the mean negative log-probability of the samples' tokens, without each
+sample's first.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def read_tree(source: str) -> Tree:
     """Return the tree that `--tree` names.
 
     Args:
-        source: lengths in tokens, a prompt's and those of its answers, `64x16` for sixteen of 64;
-            or a JSON file with the `lengths` and `parents` of `PackedSequence.from_tree`.
+        source: lengths in tokens of a prompt and its answers, where `64x16` means sixteen answers
+            of 64; or a JSON file with `lengths` and `parents` as for `PackedSequence.from_tree`.
 
     Raises:
-        UnsupportedInput: it is neither.
+        UnsupportedInput: `source` is neither.
         BoundaryError: the segments are no tree.
     """
     lengths, parents = _of_file(Path(source)) if Path(source).is_file() else _of_words(source)
@@ -84,7 +84,7 @@ class TreeOptions(Options):
     """The options of `run_tree_bench`.
 
     Attributes:
-        parents: the segment that each one goes on from, -1 for none.
+        parents: each segment's parent, -1 for a root.
     """
 
     parents: tuple[int, ...] = ()
@@ -92,12 +92,12 @@ class TreeOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeReport(Measured):
-    """What `run_tree_bench` measured: the samples packed, and in a tree.
+    """The results of `run_tree_bench`: the samples packed, and in a tree.
 
     Attributes:
         options: see `TreeOptions`.
-        samples: how many, one for each segment that nothing goes on from.
-        difference: of both losses, relative.
+        samples: how many, one for each segment without children.
+        difference: relative difference of the two losses.
     """
 
     options: TreeOptions
@@ -106,18 +106,18 @@ class TreeReport(Measured):
 
     @property
     def complete(self) -> bool:
-        """Whether both ran."""
+        """Whether both candidates ran."""
         return all(row.refused is None for row in self.candidates)
 
     @property
     def faster(self) -> float | None:
-        """How many times as fast as packed the tree is."""
+        """How many times as fast the tree is as the packed samples."""
         packed, tree = (row.median for row in self.candidates)
         return packed / tree if packed and tree else None
 
     @property
     def memory_share(self) -> float | None:
-        """The tree's peak as a share of packed's."""
+        """The tree's peak memory as a share of the packed samples'."""
         packed, tree = (row.peak_mib for row in self.candidates)
         return tree / packed if packed and tree is not None else None
 
@@ -148,10 +148,10 @@ class TreeReport(Measured):
 
 @dataclass
 class _Samples(Runner):
-    """Samples in one row, and what each token of it is predicted from.
+    """A candidate: samples in one row, and for each token the one that predicts it.
 
     Attributes:
-        before: int64 [T], -1 where nothing is in front.
+        before: int64 [T], the place of the token that predicts each token; -1 for first tokens.
         counts: [T], the samples that hold each token.
         loss: of the last step.
     """
@@ -184,7 +184,7 @@ def run_tree_bench(
         progress: called before and after every step.
 
     Raises:
-        UnsupportedInput: memory ran out before the first step, or a layer follows no trees.
+        UnsupportedInput: memory ran out before the first step, or a layer does not support trees.
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
     """
     with memory_for(options, "shorter segments (--tree)"):
@@ -207,7 +207,7 @@ def run_tree_bench(
 
 
 def _places(tree: Tree) -> list[Tensor]:
-    """Return the row's tokens of every sample."""
+    """Return for every sample the places of its tokens in the row, int64."""
     starts = tree.starts
     spans = [torch.arange(a, a + n) for a, n in zip(starts, tree.lengths, strict=True)]
     return [torch.cat([spans[one] for one in tree.path(leaf)]) for leaf in tree.leaves]

@@ -60,7 +60,7 @@ LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
 
 @dataclass
 class Runner:
-    """A candidate being measured; `less` says what to do where memory runs out."""
+    """A candidate that is being measured; `less` is the advice if memory runs out."""
 
     name: str
     model: nn.Module
@@ -79,8 +79,8 @@ class Runner:
         self.model(**self.batch, use_cache=False).loss.backward()
 
     def attempt(self, measure: Callable[[], None]) -> None:
-        """Run `measure`. That memory ran out, or an error of the unpatched model, is kept in
-        `refused`; other errors of the patched model are raised, since they are defects.
+        """Run `measure`. If memory runs out, or the unpatched model raises one of `REFUSALS`, that
+        is noted in `refused`; other errors of the patched model are raised, since they are defects.
         """
         if self.refused is not None:
             return
@@ -99,7 +99,7 @@ class Runner:
         self.model.zero_grad(set_to_none=True)
 
     def done(self) -> Candidate:
-        """Return what was measured."""
+        """Return the candidate with its measurements."""
         mask = self.batch.get("attention_mask")
         tokens = (
             int(mask.sum())
@@ -112,8 +112,8 @@ class Runner:
 def run_bench(
     options: BenchOptions, progress: Progress = lambda what, done, total: None
 ) -> BenchReport:
-    """Measure padded and packed steps, unpatched (packed if it runs) and patched, on the same
-    weights and documents.
+    """Measure padded and packed steps, unpatched and patched, on the same weights and documents;
+    unpatched packed only if transformers runs it.
 
     Args:
         options: see `BenchOptions`.
@@ -122,7 +122,7 @@ def run_bench(
     Raises:
         UnsupportedInput: memory ran out before the first step, or outside of the steps.
         UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: as `apply_patches`.
-        Exception: whatever a patched step raises, unless memory ran out, which the report says.
+        Exception: any error of a patched step, except that memory ran out, which the report says.
     """
     with memory_for(options, "fewer documents (--documents), shorter ones (--longest)"):
         model = patched_model(options)
@@ -142,10 +142,10 @@ def run_bench(
 
 @contextmanager
 def memory_for(options: Options, less: str) -> Iterator[None]:
-    """Run the block with the options' threads; where memory runs out, say what needs less.
+    """Run the block with the options' threads; if memory runs out, raise with the advice `less`.
 
     Raises:
-        UnsupportedInput: it ran out.
+        UnsupportedInput: memory ran out.
     """
     try:
         with threads(options.threads):
@@ -174,7 +174,8 @@ def in_turns(
     progress: Progress,
     between: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run all candidates once a round: a warm-up, the timed ones, and one whose memory is measured.
+    """Run all candidates once a round: one warm-up round, the timed rounds, and one in which memory
+    is measured.
 
     Args:
         between: runs before every round.
@@ -192,7 +193,9 @@ def in_turns(
 def what_ran(
     model: Any, options: Options, runners: Sequence[Runner], packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the fields of `Measured`; of `packages` the versions are named too, if installed."""
+    """Return the fields of `Measured`; `packages` are further packages whose versions are added, if
+    installed.
+    """
     patches, device = patch_report(model), torch.device(options.device)
     others = {name: found for name in packages if (found := installed(name)) is not None}
     return {
@@ -255,7 +258,9 @@ def _batches(model: Any, options: BenchOptions, device: torch.device) -> tuple[d
 
 
 def _one_round(runner: Runner, number: int, rounds: int, device: torch.device) -> None:
-    """Warm up first, measure memory last, and time in between."""
+    """Run one candidate's step: round 0 is the warm-up, the last measures memory, and those in
+    between are timed.
+    """
 
     def timed() -> None:
         began = _now(device)
