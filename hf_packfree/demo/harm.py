@@ -1,4 +1,6 @@
-"""What a leak does to a trained model: which documents change whose predictions, by how much."""
+"""The effect of a leak on a trained model: which documents change whose predictions, and by how
+much.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from hf_packfree.demo.results import Continuations, Influence
 from hf_packfree.verify import relative_rms
 
 PROMPT = 6
-"""Tokens of the beginning that is continued."""
+"""Tokens of a prompt, the beginning of a document."""
 NEW = 10
-"""Tokens of its continuation."""
+"""Tokens of a continuation."""
 TRIES = 24
 """Beginnings that are tried.
 
@@ -24,16 +26,17 @@ A neighbour changes the continuations of some beginnings, of short ones more oft
 
 @torch.no_grad()
 def influence(model: Any, documents: Sequence[list[int]], others: Sequence[list[int]]) -> Influence:
-    """Measure a model as it is, patched or not.
+    """Measure how much documents change each other's logits, in a patched or unpatched model.
 
     Args:
         model: in evaluation mode, on its device.
         documents: token ids, packed into one row.
-        others: one for each, which takes that document's place to see whose logits change.
+        others: token ids, for each document another one that replaces it, to see whose logits
+            change.
     """
     row, changed = logits(model, documents), []
     for place, other in enumerate(others):
-        # of the same length, so that nothing moves
+        # of the same length, so that other documents keep their positions
         other = (other * len(documents[place]))[: len(documents[place])]
         moved = logits(model, [*documents[:place], other, *documents[place + 1 :]])
         changed.append([relative_rms(new, old) for new, old in zip(moved, row)])
@@ -41,7 +44,7 @@ def influence(model: Any, documents: Sequence[list[int]], others: Sequence[list[
 
 
 def logits(model: Any, documents: Sequence[list[int]]) -> list[Tensor]:
-    """Return the logits [tokens, vocabulary] of each of the documents of a packed row."""
+    """Return the logits [tokens, vocabulary] of each document of a packed row."""
     lengths = list(map(len, documents))
     ids = torch.tensor([[token for document in documents for token in document]])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

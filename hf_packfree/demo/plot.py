@@ -33,7 +33,7 @@ LOOK: dict[Any, Any] = {
     "legend.frameon": False,
 }
 FLOOR = 1e-9
-"""Where a difference of exactly zero is drawn on a logarithmic axis."""
+"""The value at which a difference of exactly zero is drawn on a logarithmic axis."""
 
 
 def draw(report: DemoReport, path: Path) -> None:
@@ -62,7 +62,9 @@ def draw(report: DemoReport, path: Path) -> None:
 
 
 def draw_map(axes: Any, found: Influence, title: str) -> Any:
-    """Draw whose tokens change whose predictions; what does not change at all stays white."""
+    """Draw whose tokens change whose predictions; predictions that do not change at all stay
+    white.
+    """
     scale = LogNorm(1e-6, 1.0)
     values = [[value if value > 0 else float("nan") for value in row] for row in found.matrix]
     image = axes.imshow(values, cmap="viridis_r", norm=scale)
@@ -78,7 +80,7 @@ def draw_map(axes: Any, found: Influence, title: str) -> Any:
 
 
 def _words(axes: Any, report: DemoReport) -> None:
-    """Write what the trained model continues a beginning with."""
+    """Write the trained model's continuations of a prompt."""
     found, gradients = report.continuations, report.verification.unpatched
     lines = [("The same beginning, continued greedily", "black"), (_short(found.prompt), GREY)]
     lines += [("", "black"), ("alone", "black"), (_short(found.alone), GREEN)]
@@ -100,13 +102,13 @@ def _words(axes: Any, report: DemoReport) -> None:
 
 
 def _short(text: str) -> str:
-    # a dollar sign would begin a formula
+    # matplotlib would take a dollar sign for the beginning of a formula
     line = " ".join(text.split()).replace("$", r"\$")
     return f"  {line if len(line) <= 38 else line[:36] + ' …'}"
 
 
 def _loss(axes: Any, report: DemoReport) -> None:
-    """Draw how far both packed trainings are from the padded one."""
+    """Draw the relative loss differences of both packed trainings to the padded one."""
     steps = range(1, len(report.padded.losses) + 1)
     for training in (report.unpatched, report.packed):
         differences = [max(value, FLOOR) for value in training.differences(report.padded)]

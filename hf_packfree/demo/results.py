@@ -1,4 +1,4 @@
-"""The demo's options and what it measured, as plain data."""
+"""The demo's options and results, as plain data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ JUDGED_STEPS = 60
 """The limit holds for this many steps; later ones are shown and not judged."""
 
 Progress = Callable[[str, int, int, str], None]
-"""Called with the name of a stage, how many of how many steps of it are done, and a remark."""
+"""Called with the name of a stage, the number of its steps that are done, the number of all its
+steps, and a remark.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Training:
         name: `PADDED`, `LEAKING` or `PACKED`.
         losses: nats per token, from the Trainer's log.
         seconds: the first holds the warm-up.
-        tokens, tokens_with_padding: without and with padding.
+        tokens, tokens_with_padding: tokens per step without and with padding.
         targets: tokens that the loss averages over.
         peak_mib: the most memory that one training step allocates, gradients included.
     """
@@ -83,13 +85,13 @@ class Training:
         return sum(self.tokens[1:] or self.tokens) / sum(self.seconds[1:] or self.seconds)
 
     def differences(self, other: Training) -> list[float]:
-        """Return per step the relative difference of this loss to the other's."""
+        """Return for each step the relative difference of this training's loss to the other's."""
         return [
             abs(mine - its) / abs(its) for mine, its in zip(self.losses, other.losses, strict=True)
         ]
 
     def difference(self, other: Training) -> float:
-        """Return the largest of these over the judged steps; NaN if any is."""
+        """Return the largest of `differences` over the judged steps; NaN if any is NaN."""
         return max(
             self.differences(other)[:JUDGED_STEPS], key=lambda value: (math.isnan(value), value)
         )
@@ -97,11 +99,11 @@ class Training:
 
 @dataclass(frozen=True)
 class Influence:
-    """What the documents of one packed row do to each other.
+    """How much the documents of one packed row change each other's logits.
 
     Attributes:
-        matrix: [reader][whose tokens are replaced]: relative RMS by which the reader's logits
-            change; replacing its own changes them in any case.
+        matrix: [reader][replaced document]: relative RMS by which the reader's logits change when
+            the tokens of the other document are replaced; on the diagonal they change in any case.
     """
 
     matrix: tuple[tuple[float, ...], ...]
@@ -123,9 +125,9 @@ class Continuations:
     """How a model continues a prompt, greedily.
 
     Attributes:
-        prompt: its text.
-        alone: its continuation without other documents.
-        unpatched, patched: its continuations in a packed row, after one neighbour and after
+        prompt: the text that is continued.
+        alone: the continuation without other documents.
+        unpatched, patched: the continuations in a packed row, after one neighbour and after
             another.
     """
 
@@ -140,16 +142,16 @@ class DemoReport:
     """Everything the demo measured.
 
     Attributes:
-        options, versions, device: how, with what and where it ran.
+        options, versions, device: how, with which packages and where the demo ran.
         lengths: tokens of every document.
         parameters: of the model.
         verification: of the model before training, patched and unpatched, on the first step's
             documents.
         padded, packed, unpatched: the three trainings.
-        leaking, exact: what documents of a row do to each other in the trained model, without
-            patches and with them.
-        continuations: of that model, without patches and with them.
-        files: what was written, relative to `options.out`.
+        leaking, exact: how much documents of a row change each other's logits in the trained model,
+            without patches and with them.
+        continuations: of the trained model, without patches and with them.
+        files: the files written, relative to `options.out`.
         seconds: of the whole demo.
     """
 
@@ -170,11 +172,11 @@ class DemoReport:
 
     @property
     def trainings(self) -> tuple[Training, Training, Training]:
-        """Padded, packed without patches, packed with them."""
+        """The trainings: padded, packed without patches, packed with patches."""
         return self.padded, self.unpatched, self.packed
 
     def failures(self) -> list[str]:
-        """Return a sentence per thing that is not as promised."""
+        """Return a sentence for each result that is not as promised."""
         padded, packed = self.padded, self.packed
         found, control = packed.difference(padded), self.unpatched.difference(padded)
         checks = {
@@ -196,7 +198,9 @@ class DemoReport:
         ]
 
     def harm(self) -> str:
-        """Return what packing without patches does, and with them, in a sentence."""
+        """Return in a sentence how much packing changes predictions, without patches and with
+        them.
+        """
         before, after = self.verification.unpatched, self.verification.patched
         said = (
             f"a document's predictions change by up to {self.leaking.worst:.1%} with its "

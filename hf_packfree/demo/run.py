@@ -1,5 +1,5 @@
-"""The demo from text to verdict. What is heavy is imported where it is used: the command shows
-at once what it does.
+"""The demo from text to verdict. Heavy modules are imported where they are used, so that the
+command shows progress at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the demo trains, text from Python itself, a tokenizer and a small model, and one training as
-a user would write it: Hugging Face's Trainer and collators and, for packing, one callback.
+"""The demo's text (from Python itself), tokenizer, small model and training. A training is written
+as a user would: Hugging Face's Trainer and collators and, for packing, one callback.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.trainer import PackFreeCallback
 
 SHORTEST = 20
-"""Tokens; shorter passages are left out."""
+"""The fewest tokens of a passage; shorter ones are left out."""
 LONGEST = 600
-"""Tokens; longer passages are cut."""
+"""The most tokens of a passage; longer ones are cut."""
 
 VOCABULARY = 1024
 PADDING = "<pad>"
@@ -112,7 +112,9 @@ def train(
     options: DemoOptions,
     progress: Progress,
 ) -> tuple[Training, Any]:
-    """Train a copy of the model on documents of token ids, and return it too; the name says how."""
+    """Train a copy of the model on documents of token ids, in the way that `name` says; return the
+    results and the trained copy.
+    """
     library: Any = transformers
     padded = library.DataCollatorForLanguageModeling(tokenizer, mlm=False)
     recorder = _Recorder(name, progress)
