@@ -1,5 +1,5 @@
-"""The command `packfree`: parse, call, show. What is heavy is imported by the command that needs
-it.
+"""The command `packfree`: parse, call, show. Heavy modules are imported by the command that needs
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; what goes wrong is one sentence on stderr.
+    """Run one command and return its exit code; an error is one sentence on stderr.
 
     Args:
         argv: arguments without the program's name; those of the process if not given.
@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             if sys.stdout is not None:
-                # while a closed pipe can still be caught
+                # flushed here, where the error of a closed pipe can still be caught
                 sys.stdout.flush()
     except BrokenPipeError:
-        # what the buffer still holds goes nowhere when Python flushes it at the end
+        # stdout becomes /dev/null, so that Python's flush at exit does not fail on the closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
 
@@ -60,7 +60,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _refuse_unknown(words: Sequence[str], reader: Parser) -> None:
-    """End with wrong usage where the first word is no command."""
+    """Exit with a usage error if the first word is no command."""
     first = words[0]
     if first.startswith("-"):
         if first not in ("-h", *reader.flags):
@@ -91,7 +91,7 @@ def _complain_of(error: Exception, verbose: bool) -> int:
             "fla-core"
         )
         return BROKEN
-    # a sentence for this one too, and never the exit code of a leak
+    # unexpected errors too get a sentence, and never the exit code of a leak
     if verbose or os.environ.get("PACKFREE_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exc()
     complain(

@@ -52,7 +52,7 @@ packfree mtp with-head --accept --text prompts.txt""",
     "demo": """packfree demo
 packfree demo --steps 20 --out /tmp/demo --json""",
 }
-"""{command: lines to copy}; the first are of `packfree --help`."""
+"""{command: example lines}; the first entry is for `packfree --help`."""
 MOST_TOKENS = 2**24
 """The largest batch, padding included: no machine has memory for more."""
 
@@ -60,33 +60,35 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, which proposes the option that was meant."""
+    """argparse's parser, which also proposes the nearest option for an unknown one."""
 
     def __init__(self, **options: Any) -> None:
         self.flags: list[str] = []
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add one, and remember its name."""
+        """Add an argument, and remember its name."""
         self.flags += [name for name in names if name.startswith("--")]
         return super().add_argument(*names, **options)
 
     def refuse(self, what: str, found: str, known: Iterable[str]) -> NoReturn:
-        """End with wrong usage: something that is not known, and what is meant, if that is near."""
+        """Exit with a usage error for something unknown; it proposes the nearest of `known`, if one
+        is near.
+        """
         near = difflib.get_close_matches(found, list(known), n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
         self.error(f"found {what} {found!r}, which is not known{meant}")
 
     def error(self, message: str) -> NoReturn:
-        """End with wrong usage, and a sentence of whole words."""
+        """Exit with a usage error; its lines are broken between words."""
         self.print_usage(sys.stderr)
         self.exit(USAGE, wrapped(f"{self.prog}: error: {message}", stream=sys.stderr) + "\n")
 
 
 def parser() -> Parser:
-    """Return the parser; what it returns has `command`, that command's options, and `parser`.
+    """Return the parser; the parsed namespace has `command`, that command's options, and `parser`.
 
-    It is also what `shtab` reads for a shell's completion.
+    `shtab` calls this too, for a shell's completion.
     """
     packfree = Parser(
         prog="packfree",
@@ -141,7 +143,7 @@ def _examples(command: str) -> str:
 
 
 def _filled(text: str) -> str:
-    """Break lines between words; in a pipe, where none is too long, they are left."""
+    """Break lines between words, except in a pipe, where lines may have any length."""
     return (
         text if width() is None else "\n".join(wrapped(line, " " * 6) for line in text.splitlines())
     )
@@ -284,7 +286,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return what reads a whole number within these bounds, both included."""
+    """Return an argparse type for whole numbers within these bounds, both included."""
     wanted = f"a whole number of at least {least}" + (
         "" if most is None else f" and at most {most}"
     )
@@ -298,7 +300,7 @@ def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-# what numpy takes, which transformers seeds too
+# the largest seed of numpy, which transformers seeds too
 _seed = _whole(0, 2**32 - 1)
 # torch crashes at far more
 _threads = _whole(1, os.cpu_count() or 1)

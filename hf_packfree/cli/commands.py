@@ -1,6 +1,6 @@
 """One function per command: call the package, show the answer, return the exit code.
 
-Whatever needs rich is imported by the command that shows it.
+Modules that need rich are imported by the commands that use them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hf_packfree.errors import (
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Show what is installed and what would run, even where rich, torch or transformers is
-    missing.
+    """Show which packages are installed and which backends would run, even where rich, torch or
+    transformers is missing.
     """
     from hf_packfree.cli.quiet import quiet_libraries
     from hf_packfree.doctor import diagnose
@@ -42,8 +42,8 @@ def doctor(options: argparse.Namespace) -> int:
 def _answer(
     options: argparse.Namespace, found: Any, show: Callable[[Any], None], end: str = ""
 ) -> None:
-    """Write what was found, as the options want it: data, its sentence with this `end`, or all that
-    `show` has to say.
+    """Write the findings in the form that the options ask for: as JSON, as their sentence with this
+    `end`, or by `show`.
     """
     if options.json:
         as_json(found.as_dict())
@@ -54,7 +54,7 @@ def _answer(
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Measure one model; the numbers of a leak are shown too."""
+    """Measure one model and show the numbers, also those of a leak."""
     from hf_packfree.cli import show
 
     with show.spinner(f"measuring {options.model}", _silent(options)):
@@ -132,8 +132,8 @@ def _device(text: str) -> Any:
 
 
 def models(options: argparse.Namespace) -> int:
-    """Show the supported families and the refused ones; with --verbose, the classes that are
-    swapped in those of the installed transformers.
+    """Show the supported and the refused families; with --verbose, the classes that are swapped in
+    families of the installed transformers.
     """
     from hf_packfree.doctor.families import SERVED
     from hf_packfree.refused_families import by_reason
@@ -211,7 +211,9 @@ def _timed(
     lengths: tuple[int, ...],
     **more: Any,
 ) -> Any:
-    """Return the report of a benchmark with options of that kind, of which `more` are its own."""
+    """Run a benchmark with options of class `kind`, of which `more` are its own, and return its
+    report.
+    """
     from hf_packfree.cli import show
     from hf_packfree.cli.quiet import quiet_libraries
 
@@ -235,7 +237,9 @@ def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def mtp(options: argparse.Namespace) -> int:
-    """Show what a checkpoint's head is; copy one to it, or count the drafts that are accepted."""
+    """Report on a checkpoint's head, copy the checkpoint with the head of another, or count the
+    drafts that are accepted.
+    """
     from hf_packfree.cli import show
     from hf_packfree.cli.quiet import quiet_libraries
     from hf_packfree.mtp.files import copy_head, examine
@@ -283,7 +287,7 @@ def _accept(options: argparse.Namespace) -> int:
         show.spinner(f"generating with {options.checkpoint}", _silent(options)),
         quiet_libraries(quiet=not options.verbose),
     ):
-        # before all weights are read
+        # checked before all weights are read
         if not examine(options.checkpoint).tensors:
             raise MissingHead(
                 f"found no tensor of a multi-token prediction head in {options.checkpoint}; wanted "
@@ -304,10 +308,10 @@ def _accept(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(checkpoint: str) -> Any:
-    """Return a checkpoint's tokenizer, never one that is code of its own.
+    """Return a checkpoint's tokenizer; code of the checkpoint is not run.
 
     Raises:
-        UnsupportedModel: there is none.
+        UnsupportedModel: there is no such tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -346,7 +350,7 @@ def _prompts(path: Path) -> list[str]:
 
 def demo(options: argparse.Namespace) -> int:
     """Train padded and packed, and show how they compare."""
-    # the Trainer would spread over all GPUs
+    # one visible GPU, because the Trainer would use all
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[
         0
     ]

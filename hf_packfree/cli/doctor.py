@@ -1,4 +1,4 @@
-"""What the doctor found, as text to paste into an issue, without any package but this one."""
+"""The doctor's findings as text to paste into an issue; needs no other package."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _known(row: Any) -> Sequence[str | None]:
 
 
 def _runs(plan: Plan) -> str:
-    """Say by which backends a model's operations run."""
+    """Return in words which backends run a model's operations."""
     backends: dict[str, list[str]] = {}
     for op, name in plan.packed.items():
         backends.setdefault(name, []).append(op.replace("_", " "))
@@ -64,7 +64,7 @@ def _runs(plan: Plan) -> str:
 
 
 def served(rows: Sequence[Served]) -> None:
-    """Show one row a family: what it serves and how it is loaded."""
+    """Show one row per family: its checkpoints, and how to load them."""
     cells = [("built-in name", "rows of", "transformers", "Auto class, checkpoints")]
     cells += [
         (row.name, ", ".join(row.media), row.transformers, f"{row.auto_class}: {row.checkpoints}")

@@ -1,4 +1,4 @@
-"""Whether the files that an option names can be written, looked at before the work begins."""
+"""Checks, before the work begins, that the files of an option can be written."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hf_packfree.errors import UnsupportedInput
 
 
 def check_picture(path: Path) -> None:
-    """Make sure that matplotlib can write a picture there.
+    """Check that matplotlib can write a picture to a path.
 
     Raises:
-        UnsupportedInput: it cannot.
+        UnsupportedInput: matplotlib cannot.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -36,11 +36,11 @@ def check_folder(text: str, option: str = "--out") -> Path:
     """Return the path of a folder that exists or will be made.
 
     Args:
-        text: what was given.
-        option: for what.
+        text: the option's value.
+        option: the option's name, for the message.
 
     Raises:
-        UnsupportedInput: neither is possible.
+        UnsupportedInput: the path is no folder, and none can be made there.
     """
     path = Path(text)
     nearest = next((place for place in (path, *path.parents) if os.path.exists(place)), Path())
@@ -55,7 +55,7 @@ def check_folder(text: str, option: str = "--out") -> Path:
 
 
 def _refuse(option: str, text: str, faults: dict[str, bool], wanted: str) -> None:
-    """Raise for the first fault that holds."""
+    """Raise `UnsupportedInput` for the first fault that is True, if any."""
     for fault, holds in faults.items():
         if holds:
             raise UnsupportedInput(

@@ -1,4 +1,4 @@
-"""What libraries say while a command works, and which of it is left out."""
+"""Messages of libraries while a command works, and which of them are hidden."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHATTER = {
 
 @contextmanager
 def logged(verbose: bool) -> Iterator[None]:
-    """Show, for the block, what this package logs, on stderr."""
+    """Show this package's log on stderr for the block."""
     logger = logging.getLogger("hf_packfree")
     level = logger.level
     if verbose:
@@ -39,12 +39,12 @@ def _keep(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def quiet_libraries(*, bars: bool = True, quiet: bool = True) -> Iterator[None]:
-    """Hide, for the block, messages and loading bars that would be written over a table and warn of
-    no harm, our own line about a model that is patched among them.
+    """Hide, for the block, harmless messages and loading bars that would be written over a table,
+    also our own line about a patched model.
 
     Args:
-        bars: hide transformers' loading bars too; without, it is not imported.
-        quiet: hide anything at all.
+        bars: hide transformers' loading bars too, which imports transformers.
+        quiet: whether to hide anything at all.
     """
     if not quiet:
         yield

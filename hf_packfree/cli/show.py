@@ -1,5 +1,5 @@
-"""What the commands measured, as tables and sentences by rich; and its bars and spinners, on
-stderr, where libraries are kept quiet.
+"""Results of the commands as tables and sentences, by rich; and rich's bars and spinners, on
+stderr.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class Console(RichConsole):
-    """Rich's; a pipe that its reader closed is an error for `main`, and a width of 0 (COLUMNS=0)
-    is as if there were none.
+    """Rich's console, except that `main` handles a pipe that its reader closed, and that a width of
+    0 (COLUMNS=0) is ignored.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -36,17 +36,19 @@ class Console(RichConsole):
             self.width = shutil.get_terminal_size().columns
 
     def on_broken_pipe(self) -> None:
-        """Raise, where Rich ends the process by the exit code of a leak."""
+        """Raise: Rich would exit with 1, the code of a leak."""
         raise BrokenPipeError
 
 
 def spinner(text: str, silent: bool) -> AbstractContextManager[Any]:
-    """Turn a spinner on stderr during the block."""
+    """Return a context that shows a spinner on stderr."""
     return nullcontext() if silent else Console(stderr=True).status(escape(text))
 
 
 def _table(title: str, first: str, *numbers: str) -> Table:
-    """A table of one column of words, which are wrapped, and columns of numbers, which are not."""
+    """Return a table with a first column of words, which are wrapped, and columns of numbers, which
+    are not.
+    """
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     table.add_column(first)
     for column in numbers:
@@ -55,8 +57,8 @@ def _table(title: str, first: str, *numbers: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    """Write a table, beyond a terminal's edge where its words and numbers have no room: rich would
-    cut them short, and a number cut short is another one.
+    """Write a table, wider than the terminal if its columns need that: rich would truncate them,
+    and a truncated number is a wrong one.
     """
     console = Console()
     needed = Measurement.get(console, console.options.update_width(1000), table).minimum
@@ -65,7 +67,7 @@ def _print(table: Table) -> None:
 
 
 def packing(report: PackingReport) -> None:
-    """Show what verification measured."""
+    """Show the results of a verification."""
     title = f"{report.model}, {report.dtype}, {report.device}"
     table = _table(title, "relative RMS error", "unpatched", "patched", "allowed")
     limits = report.limits
@@ -100,7 +102,7 @@ def judged(report: PackingReport) -> None:
 
 
 def sentence_of(report: PackingReport) -> str:
-    """Return the verdict."""
+    """Return the verdict in a sentence."""
     failures = report.failures()
     if failures:
         return f"{report.model} leaks between packed documents: {'; '.join(failures)}{report.why}."
@@ -109,8 +111,8 @@ def sentence_of(report: PackingReport) -> str:
 
 @contextmanager
 def bars(silent: bool = False) -> Iterator[Callable[..., None]]:
-    """Show a bar per stage during the block, or where stderr is no terminal a line now and then,
-    and hand out `move(stage, done, total, note)`, which moves them.
+    """Show a bar per stage during the block, or now and then a line if stderr is no terminal;
+    yields `move(stage, done, total, note)`, which moves the bars.
     """
     name, note = TextColumn("{task.description:<24}"), TextColumn("{task.fields[note]}")
     columns = (name, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), note)
@@ -147,7 +149,7 @@ def _lines(silent: bool) -> Callable[..., None]:
 
 
 def bench(report: BenchReport, picture: object = None) -> None:
-    """Show what a benchmark measured."""
+    """Show the results of a benchmark."""
     lengths = report.options.lengths
     table = _table(
         f"{report.model}, {report.parameters:,} parameters, {report.dtype}, {report.device}",
@@ -210,7 +212,7 @@ def _ran(report: BenchReport | TreeReport) -> None:
 
 
 def tree_bench(report: TreeReport) -> None:
-    """Show what sharing prefixes saved."""
+    """Show the results of a benchmark of shared prefixes."""
     table = _table(
         f"{report.model}, {report.parameters:,} parameters, {report.dtype}, {report.device}",
         "samples in a row",
@@ -251,7 +253,7 @@ def tree_bench(report: TreeReport) -> None:
 
 
 def demo(report: DemoReport) -> None:
-    """Show what the demo measured."""
+    """Show the results of the demo."""
     padded, lengths = report.padded, report.lengths
     documents = f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens"
     table = _table(

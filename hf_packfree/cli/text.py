@@ -1,4 +1,4 @@
-"""Sentences, aligned columns and JSON by the standard library alone: what answers where rich is
+"""Sentences, aligned columns and JSON by the standard library alone, also for where rich is
 missing.
 
 Answers go to stdout, errors to stderr.
@@ -19,7 +19,7 @@ COLOURS = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "cyan": 36
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """Return how many columns a line may have: COLUMNS, or the terminal's; None: a pipe or a file,
+    """Return the width of a line in columns: COLUMNS, or the terminal's. None for a pipe or a file,
     in which sentences stay on one line.
     """
     given = os.environ.get("COLUMNS", "")
@@ -44,7 +44,7 @@ def wrapped(text: str, indent: str = "", stream: TextIO | None = None) -> str:
 
 
 def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """Return the text in a colour, where the stream is a terminal that wants any."""
+    """Return the text in a colour, if the stream is a terminal that shows colours."""
     stream = stream or sys.stdout
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb" or not stream.isatty()
     return text if plain else f"\033[{COLOURS[colour]}m{text}\033[0m"
@@ -59,13 +59,13 @@ def say(sentence: str, colour: str | None = None) -> None:
 
 
 def verdict(word: str, colour: str, sentence: str) -> None:
-    """Write the last line of an answer: one word of what came out, and the sentence."""
+    """Write the last line of an answer: the verdict in one word, and a sentence."""
     text = wrapped(f"{word}: {sentence}")
     print(painted(word, colour) + text.removeprefix(word))
 
 
 def complain(error: object) -> None:
-    """Write what went wrong to stderr, as a sentence."""
+    """Write an error to stderr, as a sentence."""
     text = wrapped(f"packfree: {' '.join(str(error).split())}", stream=sys.stderr)
     print(painted(text, "red", sys.stderr), file=sys.stderr)
 
@@ -82,12 +82,12 @@ def section(title: str, rows: Sequence[Sequence[str]], colours: Sequence[str] = 
     Args:
         title: written in bold.
         rows: cells, the same number in each.
-        colours: of the last but one cell of each row, if given.
+        colours: the colour of each row's last but one cell, if given.
     """
     print(painted(wrapped(title, "  "), "bold"))
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
     if width() is None:
-        # a long cell moves its own line, and not all of them to the right
+        # columns are at most 40 wide: a longer cell moves only its own line to the right
         widths = [min(columns, 40) for columns in widths]
     for place, (*cells, last) in enumerate(rows):
         padded = [cell.ljust(columns) for cell, columns in zip(cells, widths)]
