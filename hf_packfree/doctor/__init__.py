@@ -1,5 +1,5 @@
-"""What is installed and whether it works, which backends would run, and what is supported: as
-data.
+"""Which packages are installed and whether they work, which backends would run, and which families
+are supported, as data.
 """
 
 from hf_packfree.doctor.diagnosis import Diagnosis, diagnose

@@ -1,4 +1,4 @@
-"""All findings together."""
+"""All findings of the doctor in one record."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Diagnosis:
     """Everything the doctor found.
 
     Attributes:
-        packfree: its version.
+        packfree: this package's version.
         machine: {"OS", "Python", "GPU, driver", "nvcc", "torch's CUDA": what was found}.
         packages, devices, plans: see their classes.
-        notes: sentences that belong to no package alone.
+        notes: sentences that do not belong to a single package.
     """
 
     packfree: str
@@ -34,7 +34,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing has to be mended."""
+        """Whether no package is broken, too old, or required and absent."""
         return bool(self.plans) and not any(package.wrong for package in self.packages)
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Diagnosis:
         )
 
     def _where(self) -> str:
-        """Say whether packed rows run on GPU kernels, and what of them does not."""
+        """Say whether packed rows run on GPU kernels, and which operations do not."""
         from hf_packfree.ops.table import OPS
 
         runs = [pair for plan in self.plans for pair in plan.packed.items()]
@@ -69,12 +69,12 @@ class Diagnosis:
 
 
 def diagnose(model: str | None = None) -> Diagnosis:
-    """Look at the packages, the devices and what would run.
+    """Examine the packages and devices, and find out which backends would run.
 
     Args:
         model: a config or checkpoint folder, a hub id or a built-in name, or a folder of PEFT's
-            adapters; plans are then for it instead of the families. Its config is read and its
-            weights are not; code of its own is not run.
+            adapters; plans are then for this model instead of the families. Only its config is
+            read, not its weights, and its own code is not run.
 
     Raises:
         UnsupportedModel: no supported model has that name.
@@ -105,7 +105,7 @@ def diagnose(model: str | None = None) -> Diagnosis:
 def _check_cuda(
     torch: Package, devices: tuple[Device, ...], found: dict[str, str], said: str | None
 ) -> Package:
-    """Return torch's row; with a GPU that the driver sees and torch does not, it is broken."""
+    """Return torch's row, as broken if the driver sees a GPU that torch does not."""
     seen = any(device.kind == "cuda" for device in devices)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if seen or hidden or "driver " not in found["GPU, driver"]:
@@ -118,22 +118,23 @@ def _check_cuda(
 def _plans(
     model: str | None, packages: dict[str, Package]
 ) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
-    """Return what would run, and a sentence about why that is not known."""
+    """Return the plans, or a sentence about why there are none."""
     needed = [package for package in packages.values() if package.required and package.wrong]
     if needed:
         return (), (f"What would run is not known without {', '.join(p.name for p in needed)}.",)
     try:
         return find_plans(model, _unpacked(packages["fla-core"])), ()
     except Exception as error:
-        # of a model that was named, its user wants to know; families fail with what is installed
+        # an error of a named model concerns the user; errors of families come from the installed
+        # packages
         if model is not None:
             raise
         return (), (f"What would run is not known: {in_short(error)}.",)
 
 
 def _unpacked(fla: Package) -> str:
-    """Return what transformers runs for rows of one document: it tries what imports, whatever
-    the devices.
+    """Return what transformers runs for rows of one document: fla-core if it imports, whatever the
+    devices are, else torch.
     """
     fails = ", which fails here" if fla.state in ("unused", "broken") else ""
     return f"upstream, fla-core{fails}" if fla.imports else "upstream, torch"
@@ -150,8 +151,8 @@ def _notes(fla: Package) -> list[str]:
 
 
 def _reasons(plans: tuple[Plan, ...]) -> list[str]:
-    """Why a faster backend would not run, each said once; which adapters are not fused; in
-    which dtypes linear layers are.
+    """Return why faster backends would not run, each reason once; which adapters are not fused; and
+    in which dtypes linear layers are fused.
     """
     if not plans:
         return []

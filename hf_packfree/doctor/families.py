@@ -1,5 +1,5 @@
-"""The supported families as a practitioner asks for them; nothing is imported, so that the answer
-is there at once.
+"""The supported families, by the checkpoints and names that users know. Nothing is imported, so
+that `packfree models` answers at once.
 
 `tests/test_doctor.py` holds the table equal to the registry's.
 """
@@ -16,10 +16,10 @@ class Served:
 
     Attributes:
         name: the built-in name of its tiny model, as in `packfree verify NAME`.
-        checkpoints: released ones that it serves.
-        auto_class: of transformers, which loads such a checkpoint whole.
+        checkpoints: released checkpoints of the family.
+        auto_class: the class of transformers that loads such a checkpoint whole.
         media: what packed rows may hold: "text", "images", "videos", "audio".
-        transformers: the releases that serve it.
+        transformers: the releases that support the family.
     """
 
     name: str
@@ -114,4 +114,4 @@ SERVED = (
     Served("zamba2", "Zyphra/Zamba2-1.2B, -2.7B, -7B", _TEXT, ("text",), ">=5.15.0"),
     Served("mamba2", "mistralai/Mamba-Codestral-7B-v0.1", _TEXT, ("text",), ">=5.17.0"),
 )
-"""To list one more family, add a row; its parts are a row of `patching/registry.py`."""
+"""To list one more family, add a row here; its classes are in a row of `patching/registry.py`."""

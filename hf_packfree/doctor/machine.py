@@ -1,4 +1,4 @@
-"""What is under the packages: system, Python, GPU, driver, compiler. Nothing here needs torch."""
+"""The machine: system, Python, GPU, driver, compiler. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMI = (
 
 
 def machine() -> dict[str, str]:
-    """Return {what: what was found}, in the order in which an issue wants it."""
+    """Return {item: what was found}, in the order of the issue form."""
     return {
         "OS": platform.platform(),
         "Python": f"{platform.python_version()} ({sys.executable})",
@@ -29,7 +29,9 @@ def machine() -> dict[str, str]:
 
 
 def _gpus() -> str:
-    """Ask the driver itself: torch may be built without CUDA, or for another one."""
+    """Return the GPUs and driver by nvidia-smi, since torch may be built without CUDA, or for
+    another version.
+    """
     lines = _output(_SMI)
     if lines is None:
         return "nvidia-smi is not found, or fails"
@@ -49,7 +51,7 @@ def _nvcc() -> str:
 
 
 def _output(command: Sequence[str]) -> str | None:
-    """Return what a program writes, or None: it is not there, fails, or takes too long."""
+    """Return a program's output, or None if the program is missing, fails, or takes too long."""
     if which(command[0]) is None:
         return None
     try:

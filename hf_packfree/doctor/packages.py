@@ -1,4 +1,4 @@
-"""What is installed: usable, unused, absent, too old or broken, and why.
+"""The state of each package: usable, unused, absent, too old or broken, and why.
 
 Nothing here needs torch, so the doctor can say what is wrong with torch itself.
 """
@@ -26,14 +26,14 @@ State = Literal["usable", "unused", "absent", "too old", "broken"]
 
 @dataclass(frozen=True)
 class Requirement:
-    """What the doctor looks for of one package.
+    """The doctor's requirements of one package.
 
     Attributes:
-        versions: its name and which releases are right.
-        module: what is imported to see whether it works.
+        versions: its name and the releases that fit.
+        module: the module that is imported to see whether the package works.
         purpose: what it is for.
         required: whether this package cannot do without it.
-        cuda: whether it is of use on CUDA devices alone.
+        cuda: whether the package is only of use on CUDA devices.
         other_names: distributions that hold the same module.
     """
 
@@ -89,11 +89,11 @@ REQUIREMENTS = (
 
 @dataclass(frozen=True)
 class Package:
-    """What was found of one package.
+    """The doctor's findings on one package.
 
     Attributes:
-        version: installed, or None.
-        state: `reason` says why, `advice` what to do about it.
+        version: the installed version, or None.
+        state: of the package; `reason` says why, `advice` what to do about it.
         purpose: what it is for.
         imports: whether importing it works.
         required: whether nothing works without it.
@@ -110,12 +110,12 @@ class Package:
 
     @property
     def wrong(self) -> bool:
-        """Whether it has to be mended: broken or too old, or required and absent."""
+        """Whether the package has to be mended: it is broken or too old, or required and absent."""
         return self.state in ("broken", "too old") or (self.required and self.state == "absent")
 
 
 def examine(requirements: Sequence[Requirement]) -> list[Package]:
-    """Return what is installed of these, each imported once, in another process."""
+    """Return the state of these packages, each imported once, in another process."""
     imported = probe([row.module for row in requirements if _module_exists(row.module)])
     return [_judge(row, _installed(row), imported.get(row.module)) for row in requirements]
 
@@ -161,15 +161,15 @@ def _judge(row: Requirement, installed: str | None, imported: Probe | None) -> P
 def release(text: str) -> tuple[int, ...]:
     """Return the numbers of a version: (2, 13, 0) for "2.13.0+cpu"; none for what is no version.
 
-    Not by the package `packaging`, which may be what is missing.
+    Without the package `packaging`, which may be missing.
     """
     numbers = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None]) -> Package:
-    """Return FLA's row; on Hopper, some releases of Triton compile its backward wrongly and FLA
-    then refuses to run it.
+    """Return FLA's row; on Hopper as broken if the installed Triton compiles FLA's backward
+    wrongly, so that FLA refuses to run it, and no other kernel takes its place.
     """
     fla, triton = packages["fla-core"], packages["triton"]
     setting = tilelang_off()
@@ -206,7 +206,9 @@ def without_cuda(package: Package) -> Package:
 
 @dataclass(frozen=True)
 class Probe:
-    """One import: the module's own `__version__`, and the exception that it raised."""
+    """The result of one import: the module's `__version__`, and the exception that the import
+    raised.
+    """
 
     version: str | None
     error: str | None
@@ -232,11 +234,11 @@ for name in sys.argv[2:]:
 
 
 def probe(modules: Sequence[str], *, timeout: float = 300.0) -> dict[str, Probe]:
-    """Import each module once, in another process, so that one that crashes or prints harms nothing
-    here.
+    """Import each module once, in another process, so that a module that crashes or prints does no
+    harm here.
 
     Args:
-        modules: dotted names; those after one that crashed are imported in a fresh process.
+        modules: dotted names; modules after one that crashed are imported in a fresh process.
         timeout: seconds for all of them.
     """
     results: dict[str, Probe] = {}

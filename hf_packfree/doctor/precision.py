@@ -1,5 +1,5 @@
-"""The dtype in which a checkpoint's linear layers compute, from its config, and whether they are
-fused in it.
+"""The dtype in which a checkpoint's linear layers compute, by its config, and whether they are
+fused in that dtype.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from hf_packfree.patching.report import NOT_FUSED
 
 
 def linear_layers(config: Any, family: Family) -> str:
-    """Say where linear layers of a checkpoint, and LoRA on them, run in fused kernels.
+    """Say in which dtypes a checkpoint's linear layers, and LoRA on them, run in fused kernels.
 
-    A QLoRA trainer quantises what it loads by a config of its own, which is not known here.
+    A QLoRA trainer quantises a checkpoint by a config of its own, which is not known here.
 
     Args:
         config: transformers', with `quantization_config` if the checkpoint is quantised.
@@ -36,7 +36,7 @@ def linear_layers(config: Any, family: Family) -> str:
 
 
 def _fused_layers(family: Family) -> str | None:
-    """Name the linear layers that run in fused kernels; None: none does."""
+    """Name the linear layers that run in fused kernels; None if there are none."""
     if family.fused_layer:
         return "linear layers"
     fused = {op.name for op in OPS.values() if op.linear_layers}
@@ -71,13 +71,13 @@ def _in_4_bits(computes_in: str) -> str:
 
 
 def _dtype_of(config: Any) -> str | None:
-    """Return the dtype that the config names for the text model, or for all."""
+    """Return the dtype that the config names for the text model, or else for the whole model."""
     text = config.get_text_config(decoder=True)
     return _name(getattr(text, "dtype", None) or getattr(config, "dtype", None))
 
 
 def _fields(quantisation: Any) -> dict[str, Any]:
-    """Return a quantization_config as a dict, whatever holds it."""
+    """Return a quantization_config, a dict or an object, as a dict."""
     if quantisation is None or isinstance(quantisation, dict):
         return quantisation or {}
     found: dict[str, Any] = quantisation.to_dict()
@@ -86,7 +86,7 @@ def _fields(quantisation: Any) -> dict[str, Any]:
 
 def _name(value: Any) -> str | None:
     """Return "bfloat16" of torch.bfloat16, "torch.bfloat16" or "bfloat16", "fp8" of an enumeration
-    of that value; None: of None.
+    of that value; None of None.
     """
     value = getattr(value, "value", value)
     return None if value is None else str(value).removeprefix("torch.")
