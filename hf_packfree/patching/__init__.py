@@ -1,5 +1,5 @@
-"""How a model is patched and restored: the table of families; plan, check, apply, undo, report;
-at load time too.
+"""Patching and restoring models, also at load time: the table of families, plan, checks, apply,
+undo and report.
 """
 
 from hf_packfree.patching.apply import apply_patches, remove_patches

@@ -1,4 +1,4 @@
-"""What is said when a model was patched: one line that everybody sees, and what is logged."""
+"""The messages after a model was patched: one line on stderr, and the log."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ logger = logging.getLogger("hf_packfree")
 
 
 def announce(model: nn.Module, state: PatchState, autocast: torch.dtype | None = None) -> None:
-    """Tell and log what runs in a model that was patched just now, what of it runs in PyTorch eager
-    on a GPU or without what is installed for it, and what compiles.
+    """Write and log which backends run in a newly patched model, which operations run in PyTorch
+    eager on a GPU for want of kernels, and which kernels compile.
 
     Args:
-        autocast: the dtype of the autocast that the model will run under, where that is known.
+        autocast: the dtype of the autocast that the model will run under, if known.
     """
     with as_under_autocast(a_parameter(model).device.type, autocast):
         report = patch_report(model)
@@ -75,7 +75,7 @@ def _tell_what_compiles(model: nn.Module, state: PatchState) -> None:
         if what_layers_read(model, family_of(model)).dtype == torch.float32
         else []
     )
-    # the former under autocast, too
+    # with the kernels of half precision, which a float32 model runs under autocast
     if compiling := ", ".join(_running(state.cuda_half, "minutes") + single):
         warn_once(
             "the first step on a GPU compiles and tunes kernels for minutes, once for these head "
@@ -85,11 +85,11 @@ def _tell_what_compiles(model: nn.Module, state: PatchState) -> None:
 
 
 def tell(report: PatchReport, slow: Sequence[str]) -> None:
-    """Write one line to stderr: class, how many modules, that it is exact, what runs, and what
-    of that is slow.
+    """Write one line to stderr: the model's class, how many modules are swapped, that packed rows
+    are exact, which backends run, and which operations are slow.
 
-    Silent where PACKFREE_QUIET is set, in processes of rank 1 and up, and where a level was chosen
-    for the logger "hf_packfree" or its parents: at INFO the whole report is logged instead.
+    Silent if PACKFREE_QUIET is set, in processes of rank 1 and up, and if a level is set for the
+    logger "hf_packfree" or its parents: at INFO the whole report is logged instead.
     """
     quiet = os.environ.get("PACKFREE_QUIET", "0") not in ("", "0")
     chosen = logger.level != logging.NOTSET or logger.getEffectiveLevel() != logging.WARNING
@@ -101,7 +101,7 @@ def tell(report: PatchReport, slow: Sequence[str]) -> None:
 
 
 def line(report: PatchReport, slow: Sequence[str]) -> str:
-    """Return what `tell` writes."""
+    """Return the line that `tell` writes."""
     names = ", ".join(dict.fromkeys(report.implementations.values()))
     where = "" if torch.cuda.is_available() else " (CPU)"
     parts = [
@@ -117,13 +117,15 @@ def line(report: PatchReport, slow: Sequence[str]) -> str:
 
 
 def _running(kernels: Kernels, time: str, where: str = "") -> list[str]:
-    """Name the operations whose backends compile, or try out launch sizes, for that time."""
+    """Name the operations whose backends compile, or tune launch sizes, for `time`: "seconds" or
+    "minutes".
+    """
     runs = kernels.bare().items()
     return [f"{op}{where}: {name}" for op, name in runs if OPS[op].backends[name].compiles == time]
 
 
 def _why_slow_to_start(kernels: Kernels) -> str | None:
-    """Return why Triton starts our kernels itself, or None: it does not."""
+    """Return why Triton launches our kernels itself, or None if our launcher does."""
     if "triton" not in kernels.bare().values() or is_known():
         return None
     first, last = (LAUNCHED_TRITON[i].strip(".") for i in (0, -1))
@@ -134,7 +136,9 @@ def _why_slow_to_start(kernels: Kernels) -> str | None:
 
 
 def _slow(state: PatchState, why: dict[str, str]) -> dict[str, str]:
-    """Return what PyTorch eager runs for want of kernels; in float32 only what is slow there."""
+    """Return {operation: why} for operations that run in PyTorch eager for want of kernels; in
+    float32 only those with `slow_in_eager`.
+    """
     found = {op: reason for op, reason in why.items() if state.cuda_half.get(op) == "torch"}
     for op in (op.name for op in OPS.values() if op.slow_in_eager and op.name not in found):
         single = f"{op} in float32"

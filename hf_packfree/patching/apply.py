@@ -1,6 +1,4 @@
-"""Apply and remove: a model is swapped as a whole or not at all, and given back exactly as it
-was.
-"""
+"""Apply and remove patches: a model is swapped as a whole or not at all, and restored exactly."""
 
 from __future__ import annotations
 
@@ -35,7 +33,9 @@ from hf_packfree.patching.steps import ClassSwap, Step, additions, carry_out, li
 
 Model = TypeVar("Model", bound=nn.Module)
 _one_at_a_time = threading.RLock()
-"""A plan holds only while no other thread changes the model; models may share modules."""
+"""Patching is serial, because a plan holds only while no other thread changes the model, and models
+may share modules.
+"""
 
 
 def apply_patches(
@@ -52,47 +52,48 @@ def apply_patches(
     """Make packed rows exact, in place, and return the same model; applying twice changes nothing
     more.
 
-    Logs what was swapped, which implementations run and why none that is faster, and which kernels
-    compile for seconds (logger "hf_packfree", level INFO), which operations run in PyTorch eager on
-    a GPU, and, once per process, which compile for minutes (WARNING). Where no level was chosen
-    for that logger, one line on stderr says what runs; PACKFREE_QUIET=1 hides it.
+    Logs to "hf_packfree": at INFO which modules were swapped, which backends run and why no faster
+    ones, and which kernels compile for seconds; at WARNING which operations run in PyTorch eager on
+    a GPU, and, once per process, which compile for minutes. If no level is set for that logger, one
+    line on stderr says which backends run; PACKFREE_QUIET=1 hides it.
 
     Args:
         model: a model of a family that `packfree models` lists, or anything that holds one (a
             classification head, a wrapper, DDP). Parameters, state_dict keys and config stay as
-            they are. Of other causal language models of plain attention a tiny copy is measured
+            they are. For other causal language models of plain attention, a tiny copy is measured
             first, once per process.
-        backend: "auto": of every op the fastest that can run on the tensors at hand; or a name to
+        backend: "auto": for every op the fastest backend that can run; or the name of a backend to
             force ("torch" runs everywhere, and every op has it), or {op: name} with ops conv,
             delta_rule, ssd, kda, attention, tower_attention, loss, and fused for all small ops.
         batch_invariant: give a document the same bits alone and in a packed row. Rows of one
-            document then run through the patched layers, too, and matrix products never choose
-            split-K by the number of rows, which costs short rows time. Where that cannot be
-            promised, the reason is a WARNING; see `PatchReport.rounding`.
-        unpacked: what runs rows of one document: "upstream", bit for bit as without us, or
-            "native", the patched layers, whose rounding differs, and which take less time and
-            memory. A cache and attention weights are upstream's to build: calls with a cache,
-            `use_cache=True` or `output_attentions=True` go there.
-        padded: what runs padded rows of one document: "lazy", real tokens only, and a training
-            step's logits get the caller's shape when something reads them; "upstream", bit for bit
-            as without us.
+            document then run through the patched layers too, and matrix products never choose
+            split-K by the number of rows, which makes short rows slower. Where the same bits cannot
+            be promised, a WARNING gives the reason; see `PatchReport.rounding`.
+        unpacked: which layers run rows of one document: "upstream", bit for bit as unpatched, or
+            "native", the patched layers, which take less time and memory and round differently.
+            Calls with a cache, `use_cache=True` or `output_attentions=True` always run upstream's
+            layers.
+        padded: how padded rows of one document run: "lazy", real tokens only in the patched layers,
+            and a training step's logits are padded to the caller's shape only when something reads
+            them; "upstream", bit for bit as unpatched.
         cuda_graphs: "auto": training steps of few tokens (up to 8,192) replay CUDA graphs of the
             layers on one GPU, so that they do not wait for the host. A graph is captured when a row
-            of about that length comes for the second time, and its memory stays. What cannot be
-            captured (other kernels than ours and FlashQLA, hooks, offloaded activations, FSDP2,
-            weights in 4 bits, shared prefixes) runs without, and `patch_report` says why. "never":
-            no graphs.
+            of about the same length comes for the second time, and its memory stays allocated. What
+            cannot be captured (other kernels than ours and FlashQLA, hooks, offloaded activations,
+            FSDP2, weights in 4 bits, shared prefixes) runs without, and `patch_report` says why.
+            "never": no graphs.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
             model came from, frozen, so that `save_pretrained` writes it again, "train" trains it
-            with the model, `MTPOptions` says how. It becomes `model.mtp`, and its parameters the
-            model's: call this before an optimizer or a wrapper takes these.
+            with the model, and `MTPOptions` has more options. The head becomes `model.mtp`, with
+            parameters of the model: call this before an optimizer or a wrapper takes the
+            parameters.
         context_parallel: a process group of torch.distributed, a mesh of one dimension, or
             `ContextParallel`: its ranks share each row, and all are given the same batches.
 
     Raises:
-        UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: nothing was changed; see
-            the message.
+        UnsupportedModel, PatchConflict, ContractError, BackendUnavailable: the model cannot be
+            patched; nothing was changed.
         MissingHead: with `mtp`, the checkpoint lacks tensors of the head; nothing was changed.
         LeakDetected: this transformers is newer than any tried, and the family's tiny model leaks
             on it.
@@ -134,8 +135,8 @@ def apply_patches(
 
 
 def patch(model: nn.Module, options: Options, autocast: torch.dtype | None = None) -> None:
-    """Plan, choose, check, then change `model`; logs what runs, under that autocast, when something
-    changed.
+    """Plan, choose backends, check, then change `model`; if it changed, announce which backends
+    run, under autocast in `autocast` if given.
     """
     with _one_at_a_time:
         _patch(model, options, autocast)
@@ -165,12 +166,12 @@ def _patch(model: nn.Module, options: Options, autocast: torch.dtype | None) -> 
 
 
 def remove_patches(model: Model) -> Model:
-    """Give back exactly what was there before `apply_patches`; a model that is not patched stays as
-    it is.
+    """Restore a model exactly as it was before `apply_patches`; a model that is not patched is left
+    alone.
 
     Raises:
-        PatchConflict: something was put on top of a patched module since, or a multi-token
-            prediction head is trained, whose weights would go; nothing was changed.
+        PatchConflict: something wraps a patched module since, or the model has a multi-token
+            prediction head in training, whose weights would be lost; nothing was changed.
     """
     with _one_at_a_time:
         steps = _in_force(model)
@@ -182,8 +183,7 @@ def remove_patches(model: Model) -> Model:
 
 @contextmanager
 def patches_lifted(model: nn.Module) -> Iterator[None]:
-    """Run the block with `model` as it was before `apply_patches`, for a control; patched again
-    afterwards.
+    """Unpatch `model` for the block, for a control, and patch it again afterwards.
 
     Raises:
         PatchConflict: as `remove_patches`.
@@ -224,9 +224,7 @@ def _swaps_in_force(model: nn.Module) -> list[ClassSwap]:
 
 
 def _state_in_force(model: nn.Module, wanted: PatchState) -> PatchState:
-    """Return the state that some of the model's modules carry already, or else the one that is
-    wanted.
-    """
+    """Return the state that modules of the model already carry, or else `wanted`."""
     found = find_state(model) or wanted
     if found != wanted:
         raise PatchConflict(

@@ -1,5 +1,5 @@
-"""Which implementation runs: chosen once, when a model is patched, for every kind of tensor that
-it may run on.
+"""Choice of backends, once, when a model is patched, for every device and precision that the model
+may run in.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ def choose_backends(
     *,
     batch_invariant: bool = False,
 ) -> PatchState:
-    """Return what runs on every kind of tensor, as the state that patched modules carry.
+    """Return the backends for every device and precision, in the state that patched modules carry.
 
     Args:
-        backend: "auto" (of every op the first of its backends that can run), a name (of every op
-            that has it), or {op: name}.
-        sizes: of the model, see `Target.sizes`; what is missing is not checked.
-        ops: what the model calls, all if not given; of other ops nothing is chosen, though their
-            names are checked.
-        batch_invariant: whether they run as they do for the same bits in every row.
+        backend: "auto" (for every op its first backend that can run), the name of a backend (for
+            every op that has it), or {op: name}.
+        sizes: of the model, see `Target.sizes`; missing sizes are not checked.
+        ops: the ops that the model calls, all if not given; forced names of other ops are checked,
+            but not used.
+        batch_invariant: whether to run the backends such that a document gets the same bits in
+            every row.
 
-    What runs on CUDA runs on every visible GPU: on which of them the model will be is not known
-    yet.
+    A backend is chosen for CUDA only if it runs on every visible GPU, since the model may be moved
+    to any.
 
     Raises:
-        BackendUnavailable: no operation has such a backend, or it cannot run here.
+        BackendUnavailable: no operation has a backend of that name, or a forced backend cannot run
+            here.
     """
     ops = tuple(OPS) if ops is None else ops
     forced = {op: name for op, name in forced_backends(backend).items() if op in ops}
@@ -62,7 +64,7 @@ def _gpus(dtype: torch.dtype, sizes: Mapping[str, int]) -> list[Target]:
 
 
 def forced_backends(backend: Choice) -> dict[str, str]:
-    """Return {op: name} of what is forced; raises `BackendUnavailable` for unknown names."""
+    """Return {op: name} of the forced backends; raises `BackendUnavailable` for unknown names."""
     if isinstance(backend, str):
         known = {name: backend for name, op in OPS.items() if backend in op.backends}
         if backend != "auto" and not known:
@@ -95,11 +97,11 @@ def _choose(
     batch_invariant: bool,
     in_doubt: bool = False,
 ) -> tuple[Kernels, dict[str, str]]:
-    """Return the first backend of each op that can run at all `targets`, and why those before it,
-    or the forced one, cannot.
+    """Return for each op the forced backend, or the first one that can run at all `targets`; and
+    why the backends before it cannot.
 
-    A forced one that cannot is refused; with `in_doubt`, where the model may never run there, it is
-    replaced.
+    A forced backend that cannot run is refused; with `in_doubt`, for targets where the model may
+    never run, it is replaced.
     """
     names, why = {}, {}
     for op in ops:
@@ -134,7 +136,7 @@ def _refusal(op: str, wanted: str, reason: str, targets: Sequence[Target]) -> Ba
 
 
 def _unusable(backend: Backend, targets: Sequence[Target]) -> str | None:
-    """Return why it cannot run at the first of `targets` where it cannot, or None."""
+    """Return why a backend cannot run at one of `targets`, or None."""
     return next(
         (reason for target in targets if (reason := backend.unusable(target)) is not None), None
     )
@@ -143,8 +145,8 @@ def _unusable(backend: Backend, targets: Sequence[Target]) -> str | None:
 def _first_usable(
     backends: Mapping[str, Backend], targets: Sequence[Target]
 ) -> tuple[str, dict[str, str]]:
-    """Return the first backend that can run, and why those before it cannot; later ones
-    are not even imported.
+    """Return the first backend that can run, and why those before it cannot; packages of later ones
+    are not imported.
     """
     refused: dict[str, str] = {}
     for name, backend in backends.items():

@@ -1,5 +1,5 @@
-"""A checkpoint with a vision tower, loaded by a class that has none: a warning, because nothing
-else says so.
+"""A warning for a checkpoint with a vision tower that is loaded by a class without one:
+transformers drops the tower silently.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def warn_of_dropped_tower(model: nn.Module, family: Family) -> None:
 
 
 def _config_of(source: str) -> dict[str, object]:
-    """Return a checkpoint's config from disk, or nothing: nothing is downloaded."""
+    """Return a checkpoint's config from disk, or an empty dict; nothing is downloaded."""
     path = Path(source) / "config.json"
     try:
         if not path.is_file():

@@ -1,4 +1,6 @@
-"""What a family is: the classes of a transformers model, its mixers and what they call."""
+"""The description of a family: the classes of a transformers model, its token mixers and the
+operations that they call.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ _PARTS = "patches are embedded by one matrix product, residual sums and norms ar
 
 @dataclass(frozen=True)
 class Mixer:
-    """A kind of token mixer that a family has: what lets documents influence each other unless it
-    is patched.
+    """A kind of token mixer of a family: the layers through which documents influence each other
+    unless they are patched.
 
     Attributes:
-        kind: the value in `config.layer_types` of the layers that have it.
-        path: the attribute of the decoder layer that holds it, dotted where that is deeper.
-        cls: upstream's class, by its exact name; ours, in the family's file, has the same.
-        ops: what its packed branch calls, by the names that `backend` takes.
+        kind: the value in `config.layer_types` of the layers with this mixer.
+        path: the attribute of the decoder layer that holds the mixer; dotted if it is deeper.
+        cls: upstream's class, by its exact name; ours, in the family's file, has the same name.
+        ops: the ops that its packed branch calls, by their names in `backend`.
     """
 
     kind: str
@@ -41,21 +43,21 @@ class Mixer:
     ops: tuple[str, ...]
 
     def why(self) -> str:
-        """Return why it has to be patched."""
+        """Return why the mixer has to be patched."""
         return "; ".join(leaks for op in self.ops if (leaks := OPS[op].leaks) is not None)
 
 
 @dataclass(frozen=True)
 class Tower:
-    """What turns images, videos or audio into features, before the text model.
+    """An encoder of images, videos or audio, before the text model.
 
     Attributes:
-        cls: upstream's class, by its exact name; ours, in the family's file, has the same.
-        attention: the class of its attention.
-        why: why they are swapped.
-        parts: its classes that are swapped for speed.
-        optional: whether upstream's own is exact for each image or audio, and only slower, so that
-            one that something wraps is left alone.
+        cls: upstream's class, by its exact name; ours, in the family's file, has the same name.
+        attention: the class of the tower's attention.
+        why: why the tower and its parts are swapped.
+        parts: classes inside the tower that are swapped for speed.
+        optional: whether upstream's tower is exact for each image or audio, and only slower, so
+            that a tower that something wraps is left unpatched.
     """
 
     cls: str
@@ -75,35 +77,35 @@ class Family:
     """One row of the table.
 
     Attributes:
-        name: how people call it, and the argument of `packfree verify`.
+        name: the family's name, and the argument of `packfree verify`.
         upstream: transformers' modeling module.
         replacement: our module; it holds a subclass of the same name for each class in `swaps`, and
-            `tiny_config`; `HEADS`, if it is there, the classes around the text model that are
+            `tiny_config`; and `HEADS`, if there are any, the classes around the text model that are
             swapped with it.
         causal_lm: upstream's class for verification and the demo, of which `tiny_config` is the
             configuration: the language model, or the class around its vision tower where the family
             has none without it.
         trunk: the text model: the class that takes the record, or reads it from the batch.
         layers: the decoder layers' classes.
-        mixers: the token mixers of these layers; a kind of layer may have several.
+        mixers: the token mixers of the decoder layers; a kind of layer may have several.
         without_mixer: the values in `config.layer_types` of layers that mix no tokens ("mlp").
-        fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`. Others hand
-            the record on.
-        mlp: the class of its MLPs, patched too, as `GatedMLP`; None: they compute something else,
-            or the fused layer does it.
-        vision_language: the class around the text model that images go through, if there is one.
+        fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`. Unpatched
+            layers pass the record on.
+        mlp: the class of the MLPs, patched as `GatedMLP`; None: they compute something else, or run
+            in the fused layer.
+        vision_language: the class around the text model that takes images, if there is one.
         towers: the encoders of images, videos and audio, in models that have them.
         predicts_ahead: whether checkpoints carry a multi-token prediction head, see
             `hf_packfree.mtp`.
-        masks_read_positions: whether upstream gives `position_ids` to what builds its masks.
-        floor: the first release of transformers that has the family and whose layers hand their
-            keywords on to every mixer; before it the record would be dropped, and the row leak. A
-            later one, where its mixers were wrong by themselves until then.
-        tiny: fields of the tiny model's config, in addition to those that most families share; of
-            families that are made from upstream's classes.
-        config: of a family that is in no table, whose row was made for one model: the class of
-            that model's configuration, of which `tiny` are all fields; see
-            `hf_packfree.patching.unlisted`.
+        masks_read_positions: whether upstream builds masks with `position_ids`.
+        floor: the first supported release of transformers: it has the family, and its layers pass
+            keywords on to every mixer. In earlier ones the record would be dropped, and the row
+            leak. Or a later release, if upstream's mixers were wrong before it.
+        tiny: fields of the tiny model's config, in addition to those that most families share; only
+            for families with `made_from_upstream`.
+        config: for a family that is not listed, whose row is made from one model: the class of the
+            model's configuration, of which `tiny` has all fields; see
+            `hf_packfree.patching.unlisted`. None for listed families.
     """
 
     name: str
@@ -150,67 +152,69 @@ class Family:
 
     @property
     def served(self) -> bool:
-        """Whether the installed transformers has what the family needs of it."""
+        """Whether the installed transformers is new enough for the family."""
         return compat.RELEASE >= Version(self.floor)
 
     @property
     def listed(self) -> bool:
-        """Whether it is a row of the table."""
+        """Whether the family is in the table."""
         return self.config is None
 
     @property
     def made_from_upstream(self) -> bool:
-        """Whether no file holds our classes: see `hf_packfree.models.from_upstream`."""
+        """Whether our classes are made from upstream's, without a file: see
+        `hf_packfree.models.from_upstream`.
+        """
         return ":" in self.replacement
 
     @property
     def attends_only(self) -> bool:
-        """Whether all mixers are full attention, for which upstream reads boundaries in some
-        positions itself.
+        """Whether all mixers are attention and upstream builds masks with `position_ids`, so that
+        it reads boundaries from some positions itself.
         """
         attention = ("full_attention", "sliding_attention")
         return self.masks_read_positions and all(mixer.kind in attention for mixer in self.mixers)
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """What the family's packed branches and heads call, by the names that `backend` takes."""
+        """The ops of the family's mixers, heads and towers, by their names in `backend`."""
         around = ("head", "towers") if self.towers else ("head",)
         return (*self.mixer_ops, *(op.name for op in OPS.values() if op.where in around))
 
     @property
     def mixer_ops(self) -> tuple[str, ...]:
-        """What those of the mixers call."""
+        """The ops that the mixers call."""
         return tuple(dict.fromkeys(op for mixer in self.mixers for op in mixer.ops))
 
     def pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours}; imports both modules.
 
-        Upstream's class is read from ours: the name in upstream's module may stand for another
-        class for a while.
+        Upstream's class is found among the bases of ours, because its name in upstream's module may
+        temporarily be another class.
         """
         ours = replacements(self.replacement)
         return {self._upstream_of(ours[name]): ours[name] for name in self.swaps}
 
     def head_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of the heads, which are swapped where no other forward
-        runs; see `head_swap`.
+        """Return {upstream's class: ours} for the heads, which are swapped if no other forward
+        replaces theirs; see `head_swap`.
         """
         heads = replacements(self.replacement).get("HEADS", {})
         return {self._upstream_of(ours): ours for ours in heads.values()}
 
     def optional_swaps(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of what is left alone where something wraps it: packed
-        rows are exact all the same.
+        """Return {upstream's class: ours} for modules that are left unpatched if something wraps
+        them, since packed rows are exact without them.
 
-        Those are MLPs, towers that are exact as they are, and decoder layers in releases whose own
-        layers hand the record on.
+        Those are MLPs, towers that are exact in upstream, and decoder layers in releases whose own
+        layers pass the record on.
         """
         layers = () if compat.LAYERS_DROP_KEYWORDS else self.layers
         towers = (tower.swaps for tower in self.towers if tower.optional)
         return self._pairs_of({self.mlp, *layers}.union(*towers))
 
     def tower_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
-        """Return {upstream's class: ours} of the towers and their parts."""
+        """Return {upstream's class: ours} for the towers and their parts."""
         return self._pairs_of({name for tower in self.towers for name in tower.swaps})
 
     def _pairs_of(self, names: Container[str | None]) -> dict[type[nn.Module], type[nn.Module]]:

@@ -1,6 +1,4 @@
-"""Batch invariance: whether a document gets the same bits alone and in a packed row, or what is
-in the way of that.
-"""
+"""Batch invariance: whether a document gets the same bits alone and in a packed row, or why not."""
 
 from __future__ import annotations
 
@@ -27,18 +25,18 @@ logger = logging.getLogger("hf_packfree")
 _CAPABILITY = (9, 0)
 _DTYPE = torch.bfloat16
 _TORCH = VERSIONS["torch"].batch_invariant or ""
-"""Where tests/gpu found it bit for bit: kernels and torch's matrix library may choose otherwise
-elsewhere.
+"""The releases of torch for which tests/gpu found the same bits: kernels and torch's matrix library
+may differ in others.
 """
 _RELEASES = {
     row.name: row.batch_invariant
     for row in VERSIONS.values()
     if row.batch_invariant and row.name != "torch"
 }
-"""How the version of each package began there."""
+"""{package: prefix of the releases for which tests/gpu found the same bits}."""
 
 MEDIA_ROUND = "those with images, videos or audio agree up to rounding"
-"""Towers' products see all patches of a call."""
+"""Matrix products in towers are over all patches of a call."""
 
 
 def why_rounding(
@@ -62,8 +60,8 @@ def why_rounding(
 
 
 def warn_of_rounding(reason: str | None, implementations: Mapping[str, str]) -> None:
-    """Say why batch invariance, which somebody wants, is not promised, or of which documents it
-    is not.
+    """Warn, for `batch_invariant=True`, why batch invariance is not promised, or for which
+    documents it is not.
     """
     if reason is not None:
         logger.warning("batch_invariant=True is not promised here: %s", reason)
@@ -94,7 +92,8 @@ def _machine(x: Any) -> str | None:
 
 
 def _operations(implementations: Mapping[str, str]) -> str | None:
-    # no layer's result depends on the head; a loss adds up over all documents of a row
+    # without the head: layers do not depend on it, and its loss is a sum over all documents of a
+    # row
     runs = {
         op: OPS[op].backends.get(name)
         for op, name in implementations.items()
@@ -125,7 +124,9 @@ def _model(model: nn.Module) -> str | None:
 
 
 def _layers(model: nn.Module, family: Family, x: Any) -> str | None:
-    """Why layers are in the way: only our functions pad products of few rows, and fuse norms."""
+    """Return why the decoder layers prevent batch invariance, or None: only our functions pad
+    products of few rows, and fuse norms.
+    """
     if not all(has_fixed_frequencies(trunk.config) for trunk in trunks(model, family)):
         return (
             "rows of one document run as transformers runs them, because of the model's rope_type"
@@ -140,8 +141,8 @@ def _layers(model: nn.Module, family: Family, x: Any) -> str | None:
 
 
 def _widths(model: nn.Module, family: Family) -> str | None:
-    """Products that torch's library may cut into other parts for other numbers of rows; ours, of
-    few outputs, never are.
+    """Return a product whose bits may depend on the number of rows, in a half sentence, or None.
+    Products of few outputs run in our kernel and are not among them.
     """
     for trunk in trunks(model, family):
         layers: Any = trunk.layers
@@ -156,8 +157,8 @@ def _widths(model: nn.Module, family: Family) -> str | None:
 
 
 def _called(trunk: Any, x: Any) -> Iterator[str]:
-    """Name what runs its own forward: layers that are not fused, and parts that patched modules
-    call.
+    """Yield the names of modules that run their own forward: unfused layers, and parts that patched
+    modules call.
     """
     for index, layer in enumerate(trunk.layers):
         if not isinstance(layer, Replacement):

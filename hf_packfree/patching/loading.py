@@ -1,8 +1,9 @@
-"""Load-time patching: of models that are about to be built, by whatever builds them.
+"""Load-time patching of models while they are built, by any loader.
 
 While a registration is in force, a family's text model goes through the same plan and checks as
-under `apply_patches` as soon as its own `__init__` has built it, so both ways have one table. What
-is around it (head, vision-language model, towers) is swapped when it takes the text model in.
+under `apply_patches` as soon as its own `__init__` has built it, so both ways share one table. The
+modules around it (head, vision-language model, towers) are swapped when the text model becomes
+their child.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _changing = threading.Lock()
 
 
 class Registration:
-    """What patches models while they are built; leaving it as a context manager, or `remove()`,
-    ends it.
+    """Patches models while they are built, until `remove()`, or the end of its `with` block.
 
-    It is in force in every thread.
+    A registration is in force in every thread.
     """
 
     def __init__(self, options: Options) -> None:
-        # the head is added with what is around the text model, see `_swap_around`
+        # without `mtp`: the head is added with the modules around the text model, see
+        # `_swap_around`
         self._options, self._patching = replace(options, mtp=None), threading.local()
         trunks: list[Any] = [family.trunk_class() for family in FAMILIES]
         with _changing:
@@ -63,8 +64,8 @@ class Registration:
             self._watch = register_module_module_registration_hook(around)
 
     def remove(self) -> None:
-        """Build models as without us again; those already built stay patched. Doing it twice
-        changes nothing more.
+        """End the registration: later models are built unpatched, earlier ones stay patched.
+        Calling it twice does no more.
 
         A model that another thread is building meanwhile may be patched or not.
         """
@@ -74,7 +75,7 @@ class Registration:
             _in_force.remove(self)
             self._watch.remove()
             for cls, (before, ours) in self._inits.items():
-                # whatever somebody put on top of ours calls ours, which does nothing any more
+                # if other code wraps our `__init__`, ours stays and does nothing any more
                 if cls.__init__ is ours:
                     cls.__init__ = before
 
@@ -90,13 +91,15 @@ class Registration:
         self.remove()
 
     def _then_patch(self, cls: Any) -> Callable[..., None]:
-        """Return an `__init__` of the text model `cls` that patches what it has built."""
+        """Return an `__init__` for the text model `cls` that patches the model after building
+        it.
+        """
         init = cls.__init__
 
         @functools.wraps(init)
         def __init__(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             init(model, *args, **kwargs)
-            # what is built while one is patched is the package's own
+            # not for models that the package itself builds while it patches one
             if self not in _in_force or vars(self._patching):
                 return
             if type(model) is not cls:
@@ -132,19 +135,19 @@ def register_patches(
     """Patch every supported model that is built from now on, by `from_pretrained`, `from_config`
     or its class, in any thread.
 
-    The result also works as a context manager: `with register_patches(): model =
+    The registration is also a context manager: `with register_patches(): model =
     AutoModelForCausalLM.from_pretrained(...)`.
 
     Args:
         backend, batch_invariant, unpacked, padded, cuda_graphs: as for `apply_patches`.
         mtp: as for `apply_patches`; the multi-token prediction head is read from the checkpoint
-            that is loaded, and loading raises `MissingHead` where that lacks it.
+            that is loaded, and loading raises `MissingHead` if the checkpoint lacks the head.
 
     Raises:
         UnsupportedInput: `mtp` names a checkpoint.
         PatchConflict: an earlier registration is in force.
     """
-    # refused now, not when a model is loaded
+    # checked now, not when a model is loaded
     options = Options(
         backend=backend,
         batch_invariant=batch_invariant,
@@ -165,11 +168,12 @@ def register_patches(
 def _swap_around(
     module: nn.Module, name: str, submodule: nn.Module | None, *, mtp: MTPOptions | None = None
 ) -> None:
-    """Called by torch whenever a module takes in another: swap what is around a patched text model
-    that it takes in.
+    """Swap the modules around a patched text model; torch calls this whenever a module gets a
+    child.
 
-    That is the module, if it is a head that `head_swap` takes or a vision-language model of its own
-    class, and the towers that it took in before.
+    If the child is a patched text model, the parent is swapped if it is a head that `head_swap`
+    accepts, or the family's vision-language model, and so are the towers that the parent already
+    has.
     """
     if is_more_than_text(module) and isinstance(submodule, PreTrainedModel):
         _leave_alone(module, submodule)
@@ -196,9 +200,7 @@ def _swap_around(
 
 
 def _leave_alone(module: nn.Module, submodule: nn.Module) -> None:
-    """Give back a text model that was patched before anybody knew what is around it, where
-    `apply_patches` refuses that.
-    """
+    """Unpatch a text model whose parent turns out to be a model that `apply_patches` refuses."""
     family = family_of(submodule)
     if find_state(submodule) and family is not None and family.made_from_upstream:
         remove_patches(submodule)

@@ -1,5 +1,5 @@
-"""The step that adds a multi-token prediction head to a model, and the two calls that do only
-this.
+"""The step that adds a multi-token prediction head to a model; and `add_mtp` and `remove_mtp`,
+which only add or remove it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAME = "mtp"
 
 
 def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> list[Step]:
-    """Return the steps that add the head, none where it is there already or not wanted.
+    """Return the steps that add the head; none if the model has it already, or `options` is None.
 
     Raises:
         UnsupportedModel: the family's checkpoints have no such head, or the model has no language
@@ -51,7 +51,7 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
     where, owner = owner_of(model, family)
     name = f"{where}.{NAME}".lstrip(".")
     there: Any = getattr(owner, NAME, None)
-    # which PEFT's `modules_to_save` wraps
+    # PEFT's `modules_to_save` wraps the head
     found = getattr(there, "original_module", there)
     if isinstance(found, AttachedHead):
         if found.options != options:
@@ -73,8 +73,8 @@ _RECIPE = (
 
 
 def _refuse_with_adapters(model: nn.Module, name: str) -> None:
-    """Refuse to train a head that PEFT does not know of: it saves what it knows, and so do
-    trainers.
+    """Refuse to train a head next to PEFT's adapters: trainers then save only adapters, not the
+    head.
     """
     if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
         raise PatchConflict(
@@ -86,7 +86,7 @@ def _refuse_with_adapters(model: nn.Module, name: str) -> None:
 
 
 def _refuse_frozen(head: nn.Module, name: str, options: MTPOptions) -> None:
-    """Refuse a head to train of which nothing learns, as PEFT leaves what it was not told of."""
+    """Refuse to train a frozen head: PEFT freezes modules that its config does not name."""
     learns = not options.detach or any(part.requires_grad for part in head.parameters())
     if options.train and not learns:
         raise PatchConflict(
@@ -111,15 +111,14 @@ def add_while_loading(
     transformers loads the weights.
 
     Args:
-        owner: with or without a language modelling head; other models than language models get
-            none.
-        around: the text model, or the vision-language model that it is in, which `owner` takes in.
+        owner: the parent; models that are no language models get no head.
+        around: the child that `owner` gets: the text model, or the vision-language model around it.
         state: the text model's.
 
     Raises:
         MissingHead: the checkpoint does not hold the head, the whole head and nothing but the head.
     """
-    # which is a module that the owner takes in, too
+    # adding the head to the owner calls this function, too
     adding = isinstance(around, AttachedHead)
     known: Any = _language_models(family)
     if adding or NAME in owner._modules or not isinstance(owner, known):
@@ -146,7 +145,8 @@ def _language_models(family: Family) -> tuple[type[nn.Module], ...]:
 
 
 def owner_of(model: nn.Module, family: Family) -> tuple[str, Any]:
-    """Return name and module of the language model with its head, which `mtp` is a child of.
+    """Return name and module of the language model (text model and language modelling head), the
+    parent of `mtp`.
 
     Raises:
         UnsupportedModel: see `plan_head`.
@@ -186,7 +186,7 @@ def read_head(owner: Any, family: Family, options: MTPOptions) -> AttachedHead:
         head = AttachedHead(trunk, max(tensors.layers, 1), options)
     found = tensors.read(shapes_of(head))
     head.read_from(tensors)
-    # a head that is kept is written again byte for byte
+    # a head that is only kept stays in its dtype, to be saved byte for byte
     dtype = weight.dtype if options.train else None
     head.load_state_dict(
         {name: part.to(weight.device, dtype) for name, part in found.items()}, assign=True
@@ -199,18 +199,18 @@ def add_mtp(model: Model, checkpoint: str | os.PathLike[str] | None = None) -> M
     """Add the frozen head that the model's checkpoint carries, and return the same model;
     `save_pretrained` then writes it.
 
-    What `apply_patches(model, mtp="keep")` does, without patching anything else.
+    The same head as by `apply_patches(model, mtp="keep")`, without patching the model.
 
     Args:
         model: a Qwen3.5 or Qwen3-Next model with its language modelling head.
-        checkpoint: folder or hub id to read it from; the one that the model came from if not given.
+        checkpoint: folder or hub id to read the head from; the model's own checkpoint if not given.
 
     Raises:
         UnsupportedModel: the family's checkpoints have no such head, or the model has no language
             modelling head.
         MissingHead: the checkpoint lacks tensors of the head.
-        PatchConflict: the model has a head with other options, or something else of this name.
-            Nothing was changed, whichever it is.
+        PatchConflict: the model has a head with other options, or another module named `mtp`. After
+            any error nothing was changed.
     """
     family = family_of(model)
     if family is None:
@@ -224,10 +224,10 @@ def add_mtp(model: Model, checkpoint: str | os.PathLike[str] | None = None) -> M
 
 
 def remove_mtp(model: nn.Module) -> nn.Module | None:
-    """Take the head away and return it, with its weights; None where there is none.
+    """Remove the head and return it, with its weights; None if the model has none.
 
     Raises:
-        PatchConflict: something has taken its place.
+        PatchConflict: another module has replaced the head.
     """
     steps = [step for step in additions(model) if isinstance(step.module, AttachedHead)]
     undo(steps)
@@ -235,10 +235,11 @@ def remove_mtp(model: nn.Module) -> nn.Module | None:
 
 
 def refuse_trained_head(steps: Iterable[Step]) -> None:
-    """Refuse to remove a head in training together with the patches: its weights are nowhere else.
+    """Refuse to remove a head in training together with the patches, because its weights would be
+    lost.
 
     Raises:
-        PatchConflict: there is one.
+        PatchConflict: the steps contain such a head.
     """
     for head in _heads(steps):
         if head.options.train:

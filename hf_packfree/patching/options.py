@@ -1,4 +1,4 @@
-"""What a model is to be patched with: the options of `apply_patches`, as one object."""
+"""The options of `apply_patches`, as one object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Options(RunOptions):
     """How models are patched; see `apply_patches` for values and errors.
 
     Attributes:
-        backend: which implementations run.
+        backend: the choice of backends.
         mtp: the multi-token prediction head to add, or None.
     """
 
@@ -23,10 +23,10 @@ class Options(RunOptions):
     mtp: MTPOptions | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a misspelt option, whatever the model."""
+        """Check the options that do not depend on the model."""
         forced_backends(self.backend)
         super().__post_init__()
 
     def of_run(self) -> dict[str, Any]:
-        """Return the fields of `RunOptions`, which a patched module keeps."""
+        """Return {name: value} of the fields of `RunOptions`, which patched modules keep."""
         return {field.name: getattr(self, field.name) for field in fields(RunOptions)}

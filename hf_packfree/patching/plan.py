@@ -1,4 +1,4 @@
-"""Plan and check: what would be swapped, and every reason not to, before anything changes."""
+"""Plan and check, before anything changes: the modules to swap, and every reason to refuse."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     """Return the model's family and the swaps it still needs (none when it is patched already).
 
     Raises:
-        UnsupportedModel: `model` holds no text model, or one that would not keep documents apart;
-            its rotary embedding is of unknown type; or its PEFT adapters work on whole rows.
-        PatchConflict: something else already changed the model where a swap is needed.
+        UnsupportedModel: `model` holds no text model, or a text model that would not keep documents
+            apart; the rotary embedding is of unknown type; or PEFT adapters work on whole rows.
+        PatchConflict: other code already changed a module that has to be swapped.
         ContractError: a layer is missing, or is not what the family's checkpoints hold.
         BackendUnavailable: the model's attention implementation is not known to keep documents
             apart.
@@ -81,8 +81,8 @@ def op_sizes(model: nn.Module, family: Family) -> dict[str, int]:
 
 
 def ops_of(model: nn.Module, family: Family) -> tuple[str, ...]:
-    """Return the family's ops that run in this model: those of towers and of the loss only if it
-    has towers, or a head.
+    """Return the family's ops that run in this model: those of towers only if it has towers, and
+    those of the head only if it has a head.
     """
     there = {
         "layers": True,
@@ -93,7 +93,9 @@ def ops_of(model: nn.Module, family: Family) -> tuple[str, ...]:
 
 
 def language_heads(model: nn.Module) -> list[PackedHead]:
-    """Return the patched language-model heads that no forward of their instance bypasses."""
+    """Return the patched language-model heads whose class's forward runs, not another one on the
+    instance.
+    """
     heads = (module for module in model.modules() if isinstance(module, PackedHead))
     return [head for head in heads if not _runs_another_forward(head)]
 
@@ -110,8 +112,8 @@ def _steps(
     pairs: dict[type[nn.Module], type[nn.Module]],
     optional: Container[type[nn.Module]],
 ) -> Iterator[ClassSwap]:
-    """Leave an optional layer of another class, or with a forward of its instance, alone: the
-    record still reaches its mixers.
+    """Yield the swaps of a model. Optional layers of another class, or with a forward on the
+    instance, are left unpatched: the record still reaches their mixers.
     """
     for name, module in model.named_modules():
         before = type(module)
@@ -127,8 +129,8 @@ def _head_steps(model: nn.Module, family: Family) -> Iterator[ClassSwap]:
 
 
 def head_swap(module: nn.Module, pairs: Mapping[Any, Any]) -> type[nn.Module] | None:
-    """Return the class that a head of upstream's, or of a subclass that leaves forward to it,
-    gets; None for all else.
+    """Return our class for a module that is a head of upstream's class, or of a subclass that
+    inherits its forward; None for other modules.
 
     Args:
         pairs: `Family.head_pairs`.
@@ -146,13 +148,15 @@ def head_swap(module: nn.Module, pairs: Mapping[Any, Any]) -> type[nn.Module] | 
 
 
 def _lets_ours_run(module: Any) -> bool:
-    """Whether no forward of the instance would bypass our head; TRL's fused one is replaced."""
+    """Whether no forward on the instance would bypass our head; TRL's fused forward does not count,
+    since ours replaces it.
+    """
     return "forward" not in vars(module) or is_fused_head(vars(module)["forward"])
 
 
 def unpatched_heads(model: nn.Module, family: Family) -> dict[str, str]:
-    """Return {class name: what to know} of language models' heads that run a forward of their
-    own, of class or instance.
+    """Return {class name: remark} for language models' heads that stay unpatched because their
+    class or instance has another forward.
     """
     pairs: dict[Any, Any] = family.head_pairs()
     heads = tuple(before for before, ours in pairs.items() if issubclass(ours, PackedHead))
@@ -165,8 +169,8 @@ def _runs_another_forward(module: Any) -> bool:
 
 
 def is_bypassed(module: Any) -> bool:
-    """Whether a forward of the instance (Liger's fused loss) runs instead of the class's; those
-    of accelerate, for offloading and mixed precision, call that.
+    """Whether a forward on the instance, such as Liger's fused loss, runs instead of the class's.
+    Those of accelerate, for offloading and mixed precision, call the class's and do not count.
     """
     if "forward" not in vars(module) or hasattr(module, "_hf_hook"):
         return False
@@ -197,8 +201,8 @@ def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
 
 
 def _is_bound_alone(module: Any) -> bool:
-    """Whether the instance's forward is its class's: transformers' `kernelize` leaves that where
-    it has no kernel.
+    """Whether the forward on the instance is its class's own, which transformers' `kernelize` sets
+    where it has no kernel.
     """
     forward = vars(module)["forward"]
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
@@ -213,8 +217,8 @@ def _who(module: object) -> str:
 def _check_mixers(
     trunk: Any, family: Family, pairs: dict[type[nn.Module], type[nn.Module]]
 ) -> None:
-    """Refuse a trunk in which a layer is unknown, or has other mixers than its config says: one
-    that is not swapped leaks.
+    """Refuse a text model in which a layer is unknown, or has other mixers than the config says:
+    mixers that are not swapped leak.
     """
     kinds = kinds_of_layers(trunk.config)
     if len(kinds) != len(trunk.layers):

@@ -1,4 +1,4 @@
-"""Compiling and tuning kernels ahead of the first step."""
+"""Compilation and tuning of kernels ahead of the first step."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
 
 ROWS = ((131,), (1, 66), (64, 64, 64), (1, 66, 3, 5, 64, 2))
-"""Document lengths of rows that between them need every variant of the kernels: whole chunks and
-not, and each of the numbers of documents times heads by which FlashQLA 0.1.3 chooses."""
+"""Document lengths of rows that together use every variant of the kernels: with whole and partial
+chunks, and with every range of documents times heads for which FlashQLA 0.1.3 has a variant.
+"""
 CUT = (8192,)
-"""A document that is long for every backend: where long ones run another way, that has kernels of
-its own."""
+"""A document that is long for every backend, for the kernels of `LongDocuments`."""
 
 
 def prewarm(model: nn.Module) -> float:
     """Run small packed rows forward and backward, so that the first real step compiles and tunes
     nothing.
 
-    Call it as the model is trained: under `torch.autocast` where that is on in training, which
-    `bf16=True` of a Trainer does. Kernels depend on head counts and sizes, dtype and GPU, not on
-    the length of a row. One of fla-core 0.6.0 does: its norm of q and k, which its delta rule calls
-    if the convolution is not ours. It is tuned once for every 65,536 heads of tokens (4,096
-    tokens of 16 heads), so where another one is forced, much longer rows tune again.
+    Call this under the same `torch.autocast` as in training, which `bf16=True` of a Trainer uses.
+    Kernels depend on head counts and sizes, dtype and GPU, not on the length of a row. The
+    exception is fla-core 0.6.0's norm of q and k, which its delta rule calls if another convolution
+    than ours is forced: it is tuned once for every 65,536 heads of tokens (4,096 tokens of 16
+    heads), so much longer rows tune again.
 
     FlashQLA and flash-linear-attention compile for minutes the first time on a machine;
     TILELANG_CACHE_DIR and TRITON_CACHE_DIR name the folders that keep what was compiled. Weights,
@@ -45,10 +45,10 @@ def prewarm(model: nn.Module) -> float:
         model: patched, on its device and in its dtype.
 
     Returns:
-        Seconds it took.
+        The time that it took, in seconds.
 
     Raises:
-        UnsupportedModel: it holds no patched text model.
+        UnsupportedModel: `model` holds no patched text model.
     """
     family = family_of(model)
     report = patch_report(model)

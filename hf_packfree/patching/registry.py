@@ -1,5 +1,5 @@
-"""The table of what is supported and what each family is. To add one: a row here, a file in
-models/ with its tiny config.
+"""The table of supported families. To add a family: a row here, and a file in models/ with its tiny
+config.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_packfree.patching.unlisted import family_of_patched
 _AUDIO = "a short audio depends on the others of the call, before transformers 5.9 on all they hold"
 _WINDOWS = ("full_attention", "sliding_attention")
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4}
-"""Of tiny models with multi-head latent attention."""
+"""Config fields of tiny models with multi-head latent attention."""
 _HYBRID = _LATENT | {"layer_types": ["linear_attention", "full_attention"] * 2}
 _GATED_DELTA_NET = Mixer(
     "linear_attention", "linear_attn", "GatedDeltaNet", ("conv", "delta_rule", "fused")
@@ -112,7 +112,7 @@ ROWS: tuple[Family, ...] = (
     attention_only("qwen3", "Qwen3", *_WINDOWS, mlp="MLP"),
     attention_only("qwen2", "Qwen2", *_WINDOWS, mlp="MLP"),
     attention_only("mistral", "Mistral", mlp="MLP"),
-    # of 50, as in its checkpoints, scores of a tiny model would feel nothing
+    # with 50, as in its checkpoints, the cap would not change the small scores of a tiny model
     attention_only("gemma2", "Gemma2", *_WINDOWS, tiny={"attn_logit_softcapping": 2.0}),
     attention_only("gemma3_text", "Gemma3", *_WINDOWS, upstream="gemma3", text="TextModel"),
     attention_only("gpt_oss", "GptOss", *_WINDOWS, masks_read_positions=False),
@@ -243,7 +243,7 @@ ROWS: tuple[Family, ...] = (
         Mixer("hybrid", "mamba_decoder.mamba", "MambaMixer", MAMBA),
         Mixer("hybrid", "shared_transformer.self_attn", "Attention", ("attention",)),
         layers=("MambaDecoderLayer", "HybridLayer"),
-        # up to 5.14 its own scan depends on its chunks: .1 to .7 off beyond one of them
+        # up to 5.14 upstream's scan is wrong for rows longer than a chunk, by .1 to .7
         floor="5.15.0",
         tiny=TINY["zamba2"],
     ),
@@ -256,21 +256,21 @@ ROWS: tuple[Family, ...] = (
         tiny=TINY["mamba2"],
     ),
 )
-"""Of every release of transformers."""
+"""The families of every release of transformers."""
 
 FAMILIES = tuple(row for row in ROWS if row.served)
-"""Of the installed one."""
+"""The families of the installed transformers."""
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """Return the family whose text model (upstream's or ours) is in `model`, or None; one that is
-    not listed once it is patched.
+    """Return the family whose text model (upstream's or ours) is in `model`, or None; a family that
+    is not listed only if the model is patched.
 
-    Only families that a class of the model's is from are looked at.
+    Only families whose modeling module defines a class of the model are imported.
 
     Raises:
-        UnsupportedModel: `model` is no module, or the installed transformers is older than what
-            its family needs.
+        UnsupportedModel: `model` is no module, or the installed transformers is older than its
+            family's `floor`.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModel(

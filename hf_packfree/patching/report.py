@@ -1,5 +1,5 @@
-"""What was swapped and what runs: as data, as one sentence, and as what is logged when a model
-is patched.
+"""The report on a model: what is swapped and which backends run, as data and as the text that is
+logged.
 """
 
 from __future__ import annotations
@@ -54,38 +54,39 @@ _ATTENTION: dict[str | None, str] = {
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The state of one model.
+    """The patches of one model, and the backends that run in it.
 
     Attributes:
         model: the model's class.
-        family: the supported family it holds, or None; one that is in no table once it is patched.
-        listed: whether that is in the table; of others a tiny copy was measured before patching.
+        family: the family of its text model, or None; a family that is not listed only if the model
+            is patched.
+        listed: whether the family is in the table; for others a tiny copy was measured before
+            patching.
         patched: whether its text model is swapped.
-        swaps: {class name: how many modules of it are swapped and run}; a head that another forward
-            bypasses is not in it.
+        swaps: {class name: number of swapped modules}, without heads that another forward bypasses.
         implementations: {operation: backend that runs for packed rows where the model is now, under
             autocast if it is on, and in the dtype of FSDP's policy where it gathers the weights}.
         why: {operation, or "operation in float32": why a faster backend is not used on this
             machine's GPUs}.
-        batch_invariant: the option of `apply_patches`; whether it holds is in `rounding`.
-        unpacked: "upstream" or "native", what runs for rows of one document.
-        padded: "lazy" or "upstream", what runs for padded rows of one document.
+        batch_invariant: the option of `apply_patches`; `rounding` says whether it is fulfilled.
+        unpacked: "upstream" or "native", the option for rows of one document.
+        padded: "lazy" or "upstream", the option for padded rows of one document.
         attention: the attention implementation the model was loaded with.
-        cuda_graphs: how many rows ran in CUDA graphs, and why others did not; empty where there are
-            none.
-        context_parallel: how ranks share each row, and why so; empty where they do not.
+        cuda_graphs: how many rows ran in CUDA graphs, and why others did not; empty without graphs.
+        context_parallel: how ranks share each row, and why in this way; empty without context
+            parallelism.
         versions: {package: installed version, or None}.
-        long_documents: {operation: what it does with them, where the model is now}: exact, but
-            rounded otherwise than in another row.
-        left_alone: {class name of a head that runs a forward of its own: what its loss then needs}.
-        called: {what was added to projections of decoder layers (adapters, quantisation, hooks,
-            sharding, torch.compile): how many of these run their own forward because of it, exact
-            but without the fused kernels for plain weights and LoRA}; what would be fused under
-            autocast says so.
-        autocast: what it makes of float32 weights in fused layers; empty where it is off, or there
-            are none, as where FSDP gathers them in half precision.
-        rounding: why a document gets, where the model is now, what it gets alone only up to
-            rounding; None: bit for bit in the layers' forward pass, as `tests/gpu` checks it.
+        long_documents: {operation: how it runs long documents on the model's device}: exact, but
+            the rounding depends on the row.
+        left_alone: {class name of an unpatched head: what its loss then needs}.
+        called: {reason: number of projections of decoder layers that run their own forward, exact
+            but not fused}. Reasons are adapters, quantisation, hooks, sharding and torch.compile; a
+            reason says so if the projection would be fused under autocast.
+        autocast: how fused layers treat float32 weights under autocast; empty if autocast is off,
+            or no weight is read in float32.
+        rounding: why, on the model's device, a document's results equal those of the document alone
+            only up to rounding; None: bit for bit in the layers' forward pass, as `tests/gpu`
+            checks.
     """
 
     model: str
@@ -157,7 +158,9 @@ class PatchReport:
         return "\n  ".join((said, *further))
 
     def _when(self) -> str:
-        """Return when packed rows leak: transformers masks attention alone for some inputs."""
+        """Return " with some forms of input" if only these leak: transformers masks attention for
+        the others.
+        """
         mixers = {op for row in FAMILIES if row.name == self.family for op in row.mixer_ops}
         leaking = [OPS[op] for op in mixers if OPS[op].leaks is not None]
         sometimes = leaking and all(op.leaks_sometimes for op in leaking)
@@ -179,8 +182,8 @@ class PatchReport:
 
 
 def patch_report(model: nn.Module) -> PatchReport:
-    """Return what is swapped in `model` and what runs in it; works on any module, patched or
-    not. Where FSDP wraps the model, ask it of the whole, which has the policies of all layers.
+    """Return the report on `model`, any module, patched or not. With FSDP pass the outermost
+    wrapped model, which has the policies of all layers.
     """
     family, state = family_of(model), find_state(model)
     loaded = getattr(_config(model, family), "_attn_implementation", None)
@@ -196,7 +199,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     heads = tuple(family.head_pairs().values())
     ours, trunk = {*family.pairs().values(), *heads}, family.trunk_class()
     swapped = [module for module in model.modules() if ours & set(type(module).__mro__)]
-    # a head that the model does not run through is not counted
+    # heads whose forward is bypassed are not counted
     run = (part for part in swapped if not (isinstance(part, heads) and is_bypassed(part)))
     x = what_layers_read(model, family)
     runs = _implementations(state, family, model, x)
@@ -239,8 +242,8 @@ def _long_documents(
 
 
 def _called(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor) -> dict[str, int]:
-    """Count by kind what keeps projections of the decoder layers from being fused; what is
-    inside one counts with it.
+    """Count the projections of decoder layers that are not fused, by reason; modules inside a
+    projection are not counted apart.
     """
     found = Counter[str]()
     compiled, gathered = _inside(model, is_compiled), _inside(model, is_fsdp2)
@@ -262,7 +265,9 @@ def _called(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor
 
 
 def _autocast_in_words(model: nn.Module, family: Family, x: torch.Tensor) -> str:
-    """Say what fused layers make of float32 weights, LoRA's too, where autocast rounds them."""
+    """Return a sentence on float32 weights, LoRA's too, if autocast rounds them in fused layers,
+    else "".
+    """
     dtype, gathered_in = compute_dtype(x), policy_dtype(model, family)
     fused = {*model.modules()} - _inside(model, is_fsdp1)
     weights = [
@@ -284,15 +289,17 @@ def _autocast_in_words(model: nn.Module, family: Family, x: torch.Tensor) -> str
 
 
 def _inside(model: nn.Module, is_one: Callable[[Any], bool]) -> set[nn.Module]:
-    """Return what lies in parts of a model that are one, and these."""
+    """Return the modules for which `is_one` holds, and all modules inside them."""
     return {inner for part in model.modules() if is_one(part) for inner in part.modules()}
 
 
 @contextmanager
 def as_under_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Let reports be those of a run under autocast; None: of the run as it is.
+    """Switch autocast to `dtype` on for the block, for reports on a run under autocast; with None
+    nothing changes.
 
-    By hand: `torch.autocast` asks a GPU whether it has bfloat16, and nothing is computed here.
+    Not by `torch.autocast`, which asks a GPU whether it supports bfloat16: nothing is computed
+    here.
     """
     if dtype is None or not torch.amp.is_autocast_available(device):
         yield
@@ -308,7 +315,9 @@ def as_under_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
-    """What `why_not_fused` says, and whether autocast, which a Trainer turns on, changes it."""
+    """Return the reason of `why_not_fused`, or None; it says so if the module would be fused under
+    autocast, as a Trainer uses it.
+    """
     kind, device = why_not_fused(module, x, adapters=adapters), x.device.type
     if kind is None:
         return None
@@ -330,8 +339,8 @@ def _versions(state: PatchState | None, attention: str | None) -> dict[str, str 
 
 
 def _package_of(attention: str | None) -> str | None:
-    """Return the distribution that an attention implementation of transformers runs on, or None:
-    not known.
+    """Return the distribution of an attention implementation of transformers, or None if
+    unknown.
     """
     return "kernels" if attention is not None and "/" in attention else _ATTENTION.get(attention)
 
@@ -339,7 +348,7 @@ def _package_of(attention: str | None) -> str | None:
 def _implementations(
     state: PatchState, family: Family, model: nn.Module, x: torch.Tensor
 ) -> dict[str, str]:
-    # mixers choose by what a projection returns
+    # for the dtype of projections' outputs, by which mixers choose kernels
     kernels = state.kernels_for(x.device, compute_dtype(x)).bare()
     called = ops_of(model, family)
     runs = {op: kernels[op] for op in OPS if op in called}
@@ -361,8 +370,8 @@ def _implementations(
 
 
 def _config(model: nn.Module, family: Family | None) -> Any:
-    """Return the model's config, or that of a text model in it where what wraps it (DDP) shows
-    none; None: there is neither.
+    """Return the model's config; if it has none, such as DDP, that of a text model inside; else
+    None.
     """
     found = getattr(model, "config", None)
     if found is not None or family is None:
@@ -378,5 +387,5 @@ def warn_of_heads(left_alone: dict[str, str]) -> None:
 
 @cache
 def warn_once(sentence: str) -> None:
-    """Warn of something, once per process however many models are patched."""
+    """Log a warning once per process, however many models are patched."""
     logger.warning("%s", sentence)

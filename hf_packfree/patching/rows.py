@@ -1,4 +1,4 @@
-"""Rows of families whose class names share a prefix, which is written once."""
+"""Helpers for rows of the table, which write the common prefix of a family's class names once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_packfree.patching.family import Family, Mixer, Tower
 from hf_packfree.patching.tiny_mamba2 import TINY
 
 MAMBA = ("conv", "ssd")
-"""What Mamba-2 calls."""
+"""The ops of Mamba-2."""
 _TOWER = "one attention call a layer instead of one an image"
 
 
@@ -28,12 +28,12 @@ def from_upstream(
     towers: tuple[Tower, ...] = (),
     **more: Any,
 ) -> Family:
-    """Return a family whose class names share a prefix, which every name given here is without.
+    """Return a family whose class names share a prefix; all class names are given without it.
 
     Args:
         classes: the prefix, such as "Qwen3Next".
-        mixers, towers: see `Family`; their classes without the prefix.
-        upstream: transformers' name of the family, where it is another.
+        mixers, towers: see `Family`; their class names without the prefix.
+        upstream: transformers' name of the family, if it is not `name`.
         replacement: see `Family`; None: `hf_packfree.models.from_upstream` makes our classes.
         causal_lm, text, layers, mlp, vision_language: `Family.causal_lm`, `trunk`, `layers`, `mlp`
             and `vision_language`, without the prefix.
@@ -73,23 +73,29 @@ def vision_tower(
     attention: str = "VisionAttention",
     parts: tuple[str, ...] = ("VisionPatchEmbed", "VisionBlock"),
 ) -> Tower:
-    """Return a vision tower of classes with these endings; most families have the defaults."""
+    """Return a vision tower, given its class names without the prefix; the defaults fit most
+    families.
+    """
     return Tower(cls, attention, _TOWER, parts)
 
 
 def attention_only(name: str, classes: str, *kinds: str, **more: Any) -> Family:
-    """Return a family of plain attention; `kinds` of its layers, where they differ."""
+    """Return a family of plain attention; `kinds` are its kinds of layers, if not only
+    "full_attention".
+    """
     mixers = (attends(kind) for kind in kinds or ("full_attention",))
     return from_upstream(name, classes, *mixers, **more)
 
 
 def attends(kind: str = "full_attention") -> Mixer:
-    """Return plain attention, in layers of a kind."""
+    """Return the mixer of plain attention in layers of a kind."""
     return Mixer(kind, "self_attn", "Attention", ("attention",))
 
 
 def kimi(name: str, classes: str, **more: Any) -> Family:
-    """Return a family whose layers hold Kimi Delta Attention or latent attention at one place."""
+    """Return a family whose layers hold Kimi Delta Attention or latent attention in the same
+    attribute.
+    """
     delta = Mixer("linear_attention", "self_attn", "DeltaAttention", ("conv", "kda"))
     return from_upstream(name, classes, delta, attends(), **more)
 

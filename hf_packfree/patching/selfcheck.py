@@ -1,4 +1,4 @@
-"""A release of transformers that was never tested: a warning once, and a measurement before a
+"""Checks on a release of transformers that was never tested: a warning, and a measurement before a
 model is patched.
 """
 
@@ -36,8 +36,8 @@ def check_release(family: Family, state: PatchState) -> None:
     tiny model packed.
 
     Raises:
-        LeakDetected: the packed row differs from its per-document run, or a norm or an MLP from
-            what kernels compute for it.
+        LeakDetected: the packed row differs from its documents run one by one, or a norm or an MLP
+            differs from the formula of its kernel.
     """
     if compat.RELEASE <= compat.NEWEST_TRIED or (family.name, str(state)) in _checked:
         return
@@ -65,7 +65,9 @@ def check_release(family: Family, state: PatchState) -> None:
 
 @contextmanager
 def as_if_nothing_were_loading() -> Iterator[None]:
-    """On the CPU in float32: transformers loads on meta, in the checkpoint's dtype."""
+    """Build models on the CPU in float32 in the block, also while transformers loads another on
+    meta, in the checkpoint's dtype.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -76,7 +78,7 @@ def as_if_nothing_were_loading() -> Iterator[None]:
 
 
 def _worst(errors: list[float]) -> float:
-    """The largest, or NaN if one is: Python's own `max` would drop it."""
+    """Return the largest error, or NaN if any is NaN, which Python's `max` may drop."""
     return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
@@ -85,7 +87,8 @@ def tiny(family: Family, *, strength: float | None = None) -> Any:
     """Return the family's tiny model with random weights, in evaluation mode.
 
     Args:
-        strength: of weights, times the root of how many inputs a layer has; None: upstream's own.
+        strength: standard deviation of weights times the square root of a layer's inputs; None:
+            upstream's initialisation.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -96,7 +99,7 @@ def tiny(family: Family, *, strength: float | None = None) -> Any:
             parameter.copy_(decay)
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                # which begin at zero or one, where formulas look alike
+                # norm weights begin at zero or one, where different formulas give the same result
                 parameter.normal_()
             elif strength is not None and parameter.ndim > 1:
                 parameter.normal_(std=strength * parameter.shape[-1] ** -0.5)
@@ -105,11 +108,11 @@ def tiny(family: Family, *, strength: float | None = None) -> Any:
 
 @torch.no_grad()
 def norms_against_formula(model: nn.Module) -> float:
-    """Return the worst relative RMS between a norm and the formula that takes its place on GPUs:
-    this runs anywhere.
+    """Return the largest relative RMS between a norm and the formula that kernels compute instead;
+    runs on any device.
 
     Args:
-        model: patched; its own modules say which norms they compute by the formula.
+        model: patched; its modules say which norms they compute by the formula.
     """
     errors = [0.0]
     for layer, norm in _parts(model):
@@ -123,16 +126,16 @@ def norms_against_formula(model: nn.Module) -> float:
 
 @torch.no_grad()
 def mlps_against_formula(model: nn.Module) -> float:
-    """Return the worst relative RMS between an MLP and the formula that takes its place on GPUs:
-    this runs anywhere.
+    """Return the largest relative RMS between an MLP and the formula that kernels compute instead;
+    runs on any device.
 
     Args:
-        model: patched; its own modules say which MLPs they compute by the formula.
+        model: patched; its modules say which MLPs they compute by the formula.
     """
     errors = [0.0]
     for layer, mlp in _parts(model):
         width = getattr(getattr(mlp, "gate_proj", None), "in_features", 1)
-        # so large that a clamp would show
+        # inputs so large that a clamp would show
         x = torch.linspace(-100, 70, 4 * width).view(4, -1)
         layers = swiglu_layers(mlp, layer, x)
         if layers is not None:
@@ -142,7 +145,9 @@ def mlps_against_formula(model: nn.Module) -> float:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield every patched module with each of its parts that it does not call."""
+    """Yield (patched module, child) for every child that the module does not call, but computes
+    itself.
+    """
     x = torch.empty(1, 1)
     for layer in model.modules():
         if isinstance(layer, Replacement):
@@ -155,7 +160,9 @@ def _parts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 @torch.no_grad()
 def packed_against_alone(model: Any) -> float:
-    """Return the relative RMS between a packed row of a patched model and its per-document run."""
+    """Return the relative RMS between a packed row of a patched model and its documents run one by
+    one.
+    """
     lengths = (3, 65, 1)
     ids = torch.arange(sum(lengths))[None] * 37 % model.config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(length) for length in lengths])[None]

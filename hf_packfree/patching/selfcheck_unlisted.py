@@ -1,9 +1,9 @@
-"""A family that no table lists: a tiny copy of the model is measured before the model is patched.
+"""Measurement of a tiny copy of a model whose family is not listed, before the model is patched.
 
-What must hold of its packed rows: every attention layer calls our entry once; no document changes
-another; each gets what it gets alone, which a window or positions that the call does not name would
-prevent; a row of one document is upstream's bit for bit. Padded rows run in our layers where they
-get what upstream gives them.
+Requirements for packed rows: every attention layer calls our attention function once; no document
+changes another; each document gets its results alone, which would fail for a window or positions
+that are not arguments of the attention call; a row of one document is upstream's bit for bit.
+Padded rows run in our layers if they give upstream's results.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from hf_packfree.patching.unlisted import refusal, text_model
 
 LENGTHS = (5, WINDOW, 1, 3 * WINDOW + 1, WINDOW + 1, 2)
 _STRONG = 1.5
-"""Times the square root of a layer's inputs: what a token reads shows in what it gives."""
+"""Standard deviation of the tiny copy's weights, times the square root of a layer's inputs: large
+enough that a leak shows in the outputs.
+"""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Why packed rows of a family cannot be exact, and why padded ones are left to upstream; None
-    where nothing says so.
+    """Why packed rows of a family are not exact, and why padded rows are left to upstream; None if
+    they are exact, or run in our layers.
     """
 
     packed: str | None
@@ -51,11 +53,11 @@ def check_unlisted(family: Family, model: Any, options: Options) -> Options:
     """Measure the tiny copy of a family that is not listed, once per process.
 
     Returns:
-        The options, with padded rows left to upstream where our layers would not give what it
-        gives.
+        The options, with `padded="upstream"` if our layers would not give upstream's results for
+        padded rows.
 
     Raises:
-        UnsupportedModel: packed rows of the copy are not exact, or none can be built.
+        UnsupportedModel: packed rows of the copy are not exact, or no copy can be built.
     """
     if family.listed:
         return options
@@ -75,7 +77,7 @@ def _measured(family: Family) -> Measured:
     try:
         model = tiny(family, strength=_STRONG)
     except Exception as error:
-        # configurations refuse sizes in their own ways
+        # configurations raise errors of many classes for sizes that they refuse
         return Measured(f"no tiny copy of it can be built and measured ({in_short(error)})")
     try:
         return _of(model, PatchState(mixers=family.mixers_by_kind))
@@ -140,14 +142,14 @@ def _padded(parts: list[Tensor], *, left: bool) -> dict[str, Tensor]:
 
 
 def _off(found: Tensor, wanted: Tensor) -> float:
-    """Relative RMS, infinite where it is NaN."""
+    """Return the relative RMS, infinity instead of NaN."""
     error = float((found - wanted).norm() / wanted.norm())
     return error if error == error else float("inf")
 
 
 @contextmanager
 def _calls() -> Iterator[list[int]]:
-    """Collect the identities of layers that call our entry during the block."""
+    """Collect the ids of attention layers that call our attention function during the block."""
     entry: Any = ALL_ATTENTION_FUNCTIONS[NAME]
     found: list[int] = []
 

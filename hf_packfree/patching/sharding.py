@@ -1,4 +1,4 @@
-"""What layers read, in which dtype, also where FSDP gathers their weights in another one."""
+"""The dtype of the tensors that layers read, also if FSDP gathers weights in another dtype."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def is_fsdp2(module: Any) -> bool:
 
 
 def is_fsdp(module: Any) -> bool:
-    """Whether it is either."""
+    """Whether a module is wrapped by FSDP, of either version."""
     return is_fsdp1(module) or is_fsdp2(module)
 
 
 def what_layers_read(model: nn.Module, family: Family | None) -> torch.Tensor:
-    """Return a tensor of the device and dtype of what layers read: a parameter, or an empty one
-    where FSDP gathers parameters in another dtype.
+    """Return a tensor on the device and in the dtype of the layers' inputs: a parameter, or an
+    empty tensor if FSDP gathers parameters in another dtype.
     """
     parameter, gathered_in = a_parameter(model), policy_dtype(model, family)
     if gathered_in is None:
@@ -39,15 +39,15 @@ def what_layers_read(model: nn.Module, family: Family | None) -> torch.Tensor:
 
 
 def a_parameter(model: nn.Module) -> torch.Tensor:
-    """Return a parameter, for its device and dtype."""
+    """Return a parameter of the model, for its device and dtype; an empty tensor if it has none."""
     return next(model.parameters(), torch.empty(0))
 
 
 def policy_dtype(model: nn.Module, family: Family | None) -> torch.dtype | None:
-    """Return the dtype into which FSDP casts gathered weights of a text model's layers, and what
-    they read; None: it wraps nothing around them, or casts nothing.
+    """Return the dtype to which FSDP casts the gathered weights and the inputs of a text model's
+    layers; None if FSDP does not wrap them, or does not cast.
 
-    What is wrapped, and by which policy, is found in `model` alone, not in what is around it.
+    Only wrappers inside `model` are found, not those around it.
     """
     of_layers = (
         module
@@ -56,12 +56,13 @@ def policy_dtype(model: nn.Module, family: Family | None) -> torch.dtype | None:
     )
     projection: Any = next(filter(is_projection, of_layers), None)
     around = [part for part in model.modules() if is_fsdp(part) and projection in part.modules()]
-    # modules come before what they hold: the last one is the innermost, whose policy holds
+    # modules come before their children: the last wrapper is the innermost, whose policy applies
     return _param_dtype(around[-1]) if around else None
 
 
 def _param_dtype(wrapped: Any) -> torch.dtype | None:
-    # no public name of FSDP2 says it; what a row computed in is stale once a model is sharded
+    # FSDP2 has no public name for the policy; a dtype noted in an earlier row would be stale once a
+    # model is sharded
     policy = wrapped.mixed_precision if is_fsdp1(wrapped) else wrapped._get_fsdp_state()._mp_policy
     found: torch.dtype | None = policy.param_dtype
     return found

@@ -8,11 +8,11 @@ from hf_packfree.models.base import kinds_of_layers
 from hf_packfree.models.tiny import SIZES
 
 WINDOW: int = SIZES["sliding_window"]
-"""Of a tiny copy: what does not know of it shows in documents that are longer."""
+"""The window of a tiny copy: layers that ignore it give wrong results for longer documents."""
 LONGEST = 64
-"""Positions that a tiny copy has: fewer than tokens in the row that is measured."""
+"""Positions of a tiny copy, fewer than the tokens of the row that is measured."""
 _SHARED = 2
-"""Layers at the end that have no keys of their own, where there are such."""
+"""Number of last layers that share the keys of earlier ones, in models that have such layers."""
 _SIZES: dict[str, Any] = SIZES | {
     "attention_chunk_size": WINDOW,
     "embedding_size": 64,
@@ -33,10 +33,11 @@ _SIZES: dict[str, Any] = SIZES | {
     "top_k_experts": 2,
     "vocab_size_per_layer_input": 128,
 }
-"""Of what a config says; of names that are not here a size stays, which few layers and a narrow
-model make small."""
+"""{field of a config: size in the tiny copy}; other sizes stay, and are small enough with few,
+narrow layers.
+"""
 _ALWAYS = "head_dim", "num_experts_per_tok", "num_key_value_heads"
-"""Of which no model has none, whatever its config says."""
+"""Fields that are set even if the config has None or 0 for them."""
 _NOT_OF_THE_MODEL = (
     "architectures",
     "auto_map",
@@ -49,11 +50,11 @@ _NOT_OF_THE_MODEL = (
 
 
 def shrunk(config: Any, longest: int = LONGEST) -> dict[str, Any]:
-    """Return the arguments of a text model's configuration class that make a tiny copy of `config`:
-    all of its options, and its first layers: four, or more until there is one of each kind.
+    """Return the arguments of a text model's configuration class for a tiny copy of `config`: with
+    all its options, small sizes, and its first layers, at least four and one of each kind.
 
     Args:
-        longest: positions that the copy has.
+        longest: the copy's number of positions.
     """
     kinds = kinds_of_layers(config)
     layers = max(4, *(kinds.index(kind) + 1 for kind in kinds))
@@ -61,7 +62,7 @@ def shrunk(config: Any, longest: int = LONGEST) -> dict[str, Any]:
     sizes = _SIZES | {"num_hidden_layers": layers, "num_key_value_heads": _key_heads(config)}
     sizes["max_position_embeddings"] = longest
     if hasattr(config, "qk_rope_head_dim"):
-        # which the rotary embedding reads
+        # the rotary embedding reads `head_dim`
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
     names = {name: config.attribute_map.get(name, name) for name in sizes}
     sizes = {names[name]: size for name, size in sizes.items()}
@@ -83,8 +84,9 @@ def _key_heads(config: Any) -> int:
 
 
 def _first(value: Any, before: int, layers: int) -> Any:
-    """Return what a config says of its first layers, where it says something of each of them or of
-    some by number; rotary embeddings for other sizes; all else as it is.
+    """Return a config's value for the copy: lists with an item per layer are cut to the first
+    layers, so are dicts by layer number; rotary parameters are made to fit other sizes; other
+    values stay.
     """
     if isinstance(value, list):
         return value[:layers] if len(value) == before else value
@@ -96,18 +98,19 @@ def _first(value: Any, before: int, layers: int) -> Any:
 
 
 def _of_layer(part: Any) -> Any:
-    """Return what a config says of one layer, with small sizes."""
+    """Return a config's value for one layer, with small sizes."""
     if not isinstance(part, dict):
         return part
     return {name: _SIZES.get(name, value) if value else value for name, value in part.items()}
 
 
 def _of_tokens_alone(rope: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters of a rotary embedding, or those by kind of layer, for other sizes.
+    """Return the parameters of a rotary embedding, or a dict of them by kind of layer, for other
+    sizes.
 
-    Where a list has a factor for each channel, frequencies are the usual ones: types that have
-    lists are looked at in `hf_packfree.models.rotary`. What begins beyond the positions of the
-    original model begins early.
+    If a list has a factor for each channel, the type becomes "default": types with lists are
+    checked in `hf_packfree.models.rotary`. `original_max_position_embeddings` becomes small, so
+    that scaling beyond it is measured too.
     """
     if any(isinstance(value, dict) for value in rope.values()):
         return {

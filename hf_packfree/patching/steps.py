@@ -1,6 +1,4 @@
-"""What a plan is made of: steps that each change one module and can be undone, carried out all
-or none.
-"""
+"""The steps of a plan: each changes one module and can be undone; all are carried out or none."""
 
 from __future__ import annotations
 
@@ -20,21 +18,23 @@ class Step(Protocol):
     """One change to a model."""
 
     def carry_out(self, state: PatchState) -> None:
-        """Make the change, and note what undoing needs."""
+        """Make the change, and note what `undo` needs."""
 
     def undo(self) -> None:
-        """Leave everything as it was before, notes included."""
+        """Restore everything as it was before, and drop the notes."""
 
     def lift(self) -> None:
-        """Take the change away for a while."""
+        """Take the change back temporarily, until `restore`."""
 
     def restore(self) -> None:
-        """Bring back what was lifted."""
+        """Make the lifted change again."""
 
 
 @dataclass(frozen=True)
 class ClassSwap:
-    """One module's class: its name in the model, the class before and after."""
+    """A swap of one module's class: the module's name in the model, and the class before and
+    after.
+    """
 
     name: str
     module: nn.Module
@@ -44,8 +44,8 @@ class ClassSwap:
     def carry_out(self, state: PatchState) -> None:
         """Give the module its new class and `state`.
 
-        A forward on the instance that the plan accepts is its old class's: it would bypass the new
-        one, and is kept aside.
+        A forward on the instance, which the plan accepts only if it is the old class's, would
+        bypass the new class: it is kept in a mark.
         """
         if "forward" in vars(self.module):
             FORWARD_BEFORE.put(self.module, vars(self.module).pop("forward"))
@@ -53,7 +53,7 @@ class ClassSwap:
         vars(self.module)["packfree"] = state
 
     def undo(self) -> None:
-        """Give the module back its class, and what else it had."""
+        """Restore the module's class, and its forward on the instance."""
         self.lift()
         vars(self.module).pop("packfree", None)
         FUSED_HEAD.take(self.module)
@@ -62,28 +62,28 @@ class ClassSwap:
             vars(self.module)["forward"] = forward
 
     def lift(self) -> None:
-        """Give the module its class before."""
+        """Set the module's class to the one before."""
         self.module.__class__ = self.before
 
     def restore(self) -> None:
-        """Give the module its class after."""
+        """Set the module's class to the one after."""
         self.module.__class__ = self.after
 
 
 @runtime_checkable
 class Joins(Protocol):
-    """A child that has to know when it gets a parent and when it loses it."""
+    """A child module with callbacks for being added to and removed from its parent."""
 
     def join(self, parent: nn.Module) -> None:
         """Called once the child is in place."""
 
     def leave(self, parent: nn.Module) -> None:
-        """Called before it is taken away."""
+        """Called before the child is removed."""
 
 
 @dataclass(frozen=True)
 class AddModule:
-    """A child that a module gets: its name in the model, the parent, the attribute there, the
+    """The addition of a child: its name in the model, the parent, the parent's attribute, and the
     child.
     """
 
@@ -97,12 +97,12 @@ class AddModule:
         self.restore()
 
     def undo(self) -> None:
-        """Take exactly this child away."""
+        """Remove the child."""
         if self.attribute in (ADDED.of(self.parent) or {}):
             self.lift()
 
     def lift(self) -> None:
-        """Take the child away, and the note that it is ours."""
+        """Remove the child, and the mark on the parent that it is ours."""
         if isinstance(self.module, Joins):
             self.module.leave(self.parent)
         added = ADDED.take(self.parent) or {}
@@ -111,7 +111,7 @@ class AddModule:
             ADDED.put(self.parent, added)
 
     def restore(self) -> None:
-        """Put the child in place, and note on the parent that it is ours."""
+        """Put the child in place, and mark it on the parent as ours."""
         self.parent.add_module(self.attribute, self.module)
         ADDED.put(self.parent, {**(ADDED.of(self.parent) or {}), self.attribute: self.module})
         if isinstance(self.module, Joins):
@@ -119,11 +119,11 @@ class AddModule:
 
 
 def plan_addition(model: nn.Module, name: str, module: nn.Module) -> list[AddModule]:
-    """Return the step that adds `module` to `model` under the dotted `name`, or none where a module
-    was added there already.
+    """Return the step that adds `module` to `model` under the dotted `name`, or no step if a module
+    of ours is there already.
 
     Raises:
-        PatchConflict: something that is not ours has the name.
+        PatchConflict: the name is taken by something that is not ours.
     """
     where, _, attribute = name.rpartition(".")
     parent = model.get_submodule(where)
@@ -141,7 +141,7 @@ def additions(model: nn.Module) -> Iterator[AddModule]:
     """Yield the additions in force, each checked to be undoable.
 
     Raises:
-        PatchConflict: something else has taken the place of a module that was added.
+        PatchConflict: an added module was replaced by another one.
     """
     for where, parent in list(model.named_modules()):
         for attribute, module in (ADDED.of(parent) or {}).items():
@@ -174,7 +174,7 @@ def undo(steps: Sequence[Step]) -> None:
 
 @contextmanager
 def lifted(steps: Sequence[Step]) -> Iterator[None]:
-    """Run the block without the steps' changes, and bring them back afterwards."""
+    """Run the block without the steps' changes, and make them again afterwards."""
     for step in reversed(steps):
         step.lift()
     try:

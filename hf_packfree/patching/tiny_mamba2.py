@@ -1,5 +1,5 @@
-"""Fields of the tiny models' configs of Mamba-2 hybrids, see `Family.tiny`: every multiplier is
-another than one.
+"""Fields of the tiny models' configs of Mamba-2 hybrids, see `Family.tiny`; no multiplier is one,
+so that a missing one shows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Families that the table does not list: a row made from a model's own classes, where these are
+"""Families that the table does not list: a row is made from a model's own classes, if they are
 plain attention.
 
-What classes and config say is looked at here; `selfcheck.check_unlisted` then measures a tiny copy.
+This module checks classes and config; `selfcheck_unlisted.check_unlisted` then measures a tiny
+copy.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _OF_THE_ROW = {
     "attention_chunk_size": "chunks of attention follow the row, not the document",
     "index_topk": "its attention selects tokens of the whole row",
 }
-"""{field of a config: why a model that has it cannot be packed}."""
+"""{field of a config: why a model with this field set cannot be packed}."""
 
 
 def text_model(model: nn.Module) -> Any:
-    """Return the text model inside `model`, by transformers' own `get_decoder`; None where no model
-    of transformers is inside, or none that reads tokens.
+    """Return the text model inside `model`, by transformers' own `get_decoder`; None if `model`
+    contains no model of transformers, or none that reads tokens.
     """
     outer: Any = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
     if outer is None:
@@ -47,15 +48,15 @@ def _reads(module: Any) -> bool:
 
 
 def name_of(trunk: Any) -> str:
-    """Return the folder of a text model's class: transformers' name of the family."""
+    """Return transformers' name of the family: the folder that defines the text model's class."""
     return (["", *type(trunk).__module__.split(".")])[-2]
 
 
 def family_for(model: nn.Module) -> Family | None:
-    """Return a row for a model of no listed family; None where it has no text model.
+    """Return a row for a model whose family is not listed; None if it has no text model.
 
     Raises:
-        UnsupportedModel: its classes or its config say why documents would not be kept apart.
+        UnsupportedModel: by its classes or config, documents would not be kept apart.
     """
     trunk = text_model(model)
     if trunk is None:
@@ -67,7 +68,9 @@ def family_for(model: nn.Module) -> Family | None:
 
 
 def why_not_patched(model: nn.Module) -> str | None:
-    """Return why a model of no listed family would be refused before anything is measured."""
+    """Return why a model whose family is not listed would be refused before any measurement, or
+    None.
+    """
     try:
         family_for(model)
     except UnsupportedModel as error:
@@ -76,15 +79,15 @@ def why_not_patched(model: nn.Module) -> str | None:
 
 
 def family_of_patched(model: nn.Module) -> Family | None:
-    """Return the row with which a text model in `model` was patched, in this process or, if it was
-    pickled, in another one.
+    """Return the row of a patched text model in `model`, made anew from its classes, so that it
+    also works for a model that was pickled in another process; None if there is none.
     """
     trunk = next((part for part in model.modules() if isinstance(part, PackedTrunk)), None)
     return None if trunk is None else _row(trunk)
 
 
 def refusal(name: str, trunk: Any, reason: str) -> UnsupportedModel:
-    """Return the error that refuses a family by name."""
+    """Return the error that refuses a family, with its name and the reason."""
     return UnsupportedModel(
         f"found a {type(trunk).__name__} of {name}, which is not patched: {reason}; wanted a "
         "family that `packfree models` lists, or plain attention by transformers' "
@@ -100,8 +103,8 @@ def _encodes(model: nn.Module) -> str | None:
 
 
 def _why_not(trunk: Any) -> str | None:
-    """Return why the text model's config or classes do not keep documents apart, None where
-    nothing says so.
+    """Return why, by its config or classes, the text model does not keep documents apart, or
+    None.
     """
     for name, why in _OF_THE_ROW.items():
         if getattr(trunk.config, name, None):
@@ -145,13 +148,15 @@ def _attends_otherwise(layer: nn.Module, home: str) -> str | None:
 
 
 def _attention_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return {path: module} of a decoder layer's parts that look the AttentionInterface up."""
+    """Return {path: module} of a decoder layer's modules that call transformers'
+    AttentionInterface.
+    """
     return {path: part for path, part in layer.named_modules() if _looks_up(type(part))}
 
 
 def _looks_up(cls: type) -> bool:
-    """Whether a class, or one that it is on top of, names the table of attention functions in its
-    forward.
+    """Whether the forward of an attention class, or of one of its bases, reads
+    `ALL_ATTENTION_FUNCTIONS`.
     """
     forwards = (unwrap(vars(base)["forward"]) for base in cls.__mro__ if "forward" in vars(base))
     named = (getattr(forward, "__code__", None) for forward in forwards)
@@ -181,7 +186,9 @@ def _row(trunk: Any) -> Family:
 
 
 def _causal_lm(trunk: Any) -> str:
-    """Return the name of the language model around a text model's class, or of that itself."""
+    """Return the class name of the language model around a text model, or of the text model
+    itself.
+    """
     found = vars(sys.modules[type(trunk).__module__])
     heads = (name for name in found if name.endswith(("ForCausalLM", "LMHeadModel")))
     own = [
