@@ -66,7 +66,7 @@ SECTIONS = {
     "Kernels": (
         "A backend that was asked for runs, or says why it cannot; it is never replaced in "
         "silence.",
-        ("ops/",),
+        ("ops/", "once_differentiable.py"),
     ),
     "Multi-token prediction": (
         "A head without its checkpoint's tensors would be trained from noise, or lost when saved.",

@@ -21,6 +21,7 @@ from tests.source import nodes
 HOUSE = Path(hf_packfree.__file__).parent
 FLOORS = [
     {"errors", "versions", "_version", "refused_families"},
+    {"once_differentiable"},
     {"packing"},
     {"ops"},
     {"parallel", "graphs"},

@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
 from hf_packfree.graphs.gradient_buffers import Gradients, borrowed
-from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.once_differentiable import once_differentiable
 
 WARM_UP = 2
 """Runs before the capture, in which kernels are compiled and libraries allocate their

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.packing.bounded import filled
 from hf_packfree.packing.opaque import replaced

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.packing import PackedSequence, RowShard, pad_row, shard_of
 from hf_packfree.parallel.roll_call import refuse_lost_ranks
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, cat
 from torch.autograd import Function
 
-from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.packing import PackedSequence, shard_of
 from hf_packfree.parallel.collectives import send_left_context
 

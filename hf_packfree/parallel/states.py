@@ -21,13 +21,13 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from hf_packfree.errors import BackendUnavailable
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.conv import OP as CONV
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.ops.delta_rule.flash_qla_segments import parallel_segments
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, shard_of
 from hf_packfree.parallel.collectives import Pending, start_gather
 from hf_packfree.parallel.conv import conv_with_context

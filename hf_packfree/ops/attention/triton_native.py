@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hf_packfree.errors import BackendUnavailable
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import Target, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
 from hf_packfree.packing.record import Integers
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
 # elements of a block on the CPU: a few such buffers fit in the cache

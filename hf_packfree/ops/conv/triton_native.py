@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import Target, block_width, needs_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _TAPS = 4

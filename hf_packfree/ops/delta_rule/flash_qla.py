@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, needs_half, too_old
 from hf_packfree.ops.fla_support import CHUNK, plan_chunks
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.ops.toolkit import flash_qla_off, has_nvcc
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.packing.marks import FLASH_QLA_PLAN

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence
 
 # fewest chunks of a document that is cut

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import layer_norm
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing.marks import NORM, PADDED, SPARE_COLUMNS
 
 # most rows of a program in the backward pass

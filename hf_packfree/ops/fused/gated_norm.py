@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.add_norm import want_spare_columns
 from hf_packfree.ops.fused.joined_linear import (
@@ -26,7 +27,6 @@ from hf_packfree.ops.fused.joined_linear import (
 from hf_packfree.ops.fused.lora import Layer, layer_reference
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 
 # elements of a block
 _ROWS = {"forward": 16, "backward": 8}

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 
 # elements of a program
 _BLOCK = 2048

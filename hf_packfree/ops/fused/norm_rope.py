@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 
 # most tokens of a program in the backward pass
 _TOKENS_PER_PROGRAM = 4

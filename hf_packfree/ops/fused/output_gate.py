@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.add_norm import want_spare_columns
 from hf_packfree.ops.fused.joined_linear import (
@@ -23,7 +24,6 @@ from hf_packfree.ops.fused.joined_linear import (
 )
 from hf_packfree.ops.fused.lora import Layer, layer_reference
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 
 # elements of a program
 _BLOCK = 4096

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import uses_triton
 from hf_packfree.ops.fused.add_norm import NormOf, norm_of
 from hf_packfree.ops.fused.joined_linear import (
@@ -19,7 +20,6 @@ from hf_packfree.ops.fused.joined_linear import (
 )
 from hf_packfree.ops.fused.linear import autocast_as_in_forward, rows_of
 from hf_packfree.ops.fused.lora import Layer, cast_input, layer_reference
-from hf_packfree.ops.operation import once_differentiable
 
 
 def projections(x: Tensor, *layers: Layer, backend: str = "torch") -> tuple[Tensor, ...]:

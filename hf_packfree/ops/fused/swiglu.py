@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import silu
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.fused.add_norm import NormOf, norm_of, want_spare_columns
 from hf_packfree.ops.fused.joined_linear import (
@@ -25,7 +26,6 @@ from hf_packfree.ops.fused.linear import autocast_as_in_forward, rows_of
 from hf_packfree.ops.fused.lora import Layer, cast_input, layer_reference
 from hf_packfree.ops.fused.projections import input_again, kept_input
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.operation import once_differentiable
 
 # columns of a program, at most
 _BLOCK = 2048

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import Backend, needs_triton
 from hf_packfree.ops.loss.chunked_loss import (
     Gradients,
@@ -46,7 +47,6 @@ from hf_packfree.ops.loss.statistics import (
     triton_measure,
 )
 from hf_packfree.ops.op import Op
-from hf_packfree.ops.operation import once_differentiable
 
 _LOG_PROBS_ALONE = Wanted()
 

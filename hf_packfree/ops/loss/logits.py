@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.nn.functional import linear, one_hot
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.loss.chunked_loss import Gradients, Targets, choose, loss_and_gradients, scaled
 from hf_packfree.ops.loss.elementwise import (
     Elementwise,
@@ -29,7 +30,6 @@ from hf_packfree.ops.loss.elementwise import (
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
 from hf_packfree.ops.loss.statistics import Wanted
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, repad, unpad
 from hf_packfree.packing.lazy import Fingerprint, LazyTensor, Padded, Source
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.chunked.layout import widen
 from hf_packfree.ops.delta_rule.segments import Segments
 from hf_packfree.ops.delta_rule.torch_chunked.passes import backward_pass, forward_pass
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.packing import PackedSequence, uncompiled
 
 Saved = tuple[Tensor, ...]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.chunked.layout import widen
-from hf_packfree.ops.operation import once_differentiable
 from hf_packfree.ops.ssd.torch_chunked.passes import backward_pass, forward_pass
 from hf_packfree.packing import PackedSequence, uncompiled
 

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import Function, grad
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.ops.operation import once_differentiable
+from hf_packfree.once_differentiable import once_differentiable
 
 
 class Cubed(Function):
