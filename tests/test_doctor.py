@@ -358,12 +358,16 @@ def test_a_model_is_planned_from_its_config_alone(tmp_path):
     )
     # of four query heads
     assert plan.shared == (
-        "exchange states of Gated DeltaNet; of attention heads on 2, 4 ranks, else keys (gloo)"
+        "exchange for Gated DeltaNet heads on 2 ranks, or states; "
+        "for attention heads on 2, 4 ranks, else keys and values (gloo)"
     )
 
 
 WITHOUT_SCANS = "a delta rule that gives no states"
-BY_HEADS = "heads, else keys, but not with windows, caps, sinks or latent attention"
+BY_HEADS = (
+    "for attention heads, else keys and values, but not with a sliding window, capped scores, "
+    "attention sinks, values of another size than keys"
+)
 
 
 @pytest.mark.parametrize(
@@ -373,8 +377,12 @@ BY_HEADS = "heads, else keys, but not with windows, caps, sinks or latent attent
             ("torch.distributed.is_gloo_available", lambda: False),
             "have nothing here to exchange over: this torch has no gloo",
         ),
-        (WITHOUT_SCANS, f"exchange {BY_HEADS} (no states on torch) (gloo)"),
-        (None, f"exchange states of Gated DeltaNet; of attention {BY_HEADS} (gloo)"),
+        (
+            WITHOUT_SCANS,
+            "exchange for Gated DeltaNet, which gives no states on torch, heads; "
+            f"{BY_HEADS} (gloo)",
+        ),
+        (None, f"exchange for Gated DeltaNet heads, or states; {BY_HEADS} (gloo)"),
     ],
 )
 def test_what_ranks_would_exchange(monkeypatch, missing, shared):
@@ -396,7 +404,7 @@ def test_ranks_are_said_to_share_what_patching_lets_them_share_alone(family):
         apply_patches(tiny(family), context_parallel=ContextParallel(None))
     if refused.type is ValueError:
         assert "Default process group" in str(refused.value), "the model itself is fit"
-        assert "heads on 2, 4 ranks, else keys (gloo)" in plan.shared
+        assert "for attention heads on 2, 4 ranks, else keys and values (gloo)" in plan.shared
     else:
         (what,) = re.findall("found (.*) under context parallelism, which", str(refused.value))
         assert plan.shared == f"are refused: {what} needs whole rows"

@@ -23,8 +23,9 @@ FLOORS = [
     {"errors", "versions", "_version", "refused_families"},
     {"once_differentiable"},
     {"packing"},
+    {"parallel"},
     {"ops"},
-    {"parallel", "graphs"},
+    {"graphs"},
     {"models"},
     {"mtp"},
     {"patching"},
@@ -160,12 +161,12 @@ def test_files_stay_small():
 
 def kinds():
     """Yield the kinds of files that repeat by convention, as what they are called: backends in every
-    folder of an operation, parts of a chunked one, kernels of a fused one, sharded operations.
+    folder of an operation, parts of a chunked one, kernels of a fused one.
     """
-    yield "ops/*/{name}.py", {"fla", "reference", "torch_native", "triton_kernels", "triton_native"}
+    own = {"across_ranks", "fla", "reference", "torch_native", "triton_kernels", "triton_native"}
+    yield "ops/*/{name}.py", own
     yield "ops/*/torch_chunked/{name}.py", {"chunks", "gradients", "passes"}
     yield "ops/fused/kernels/{name}.py", {"gates", "linear", "lora", "rope", "swiglu"}
-    yield "parallel/{name}.py", {"attention"}
 
 
 def test_a_file_name_says_what_it_holds():

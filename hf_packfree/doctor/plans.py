@@ -14,6 +14,7 @@ from hf_packfree.versions import VERSIONS
 
 if TYPE_CHECKING:
     from hf_packfree.models.state import PatchState
+    from hf_packfree.ops.op import Op, Way
     from hf_packfree.patching.family import Family
 
 
@@ -127,26 +128,44 @@ def _shared(sizes: dict[str, int] | None, packed: Mapping[str, str]) -> str:
     import torch
     from torch import distributed
 
-    from hf_packfree.models.context_parallel import needs_whole_rows
-    from hf_packfree.ops.delta_rule import OP as DELTA_RULE
+    from hf_packfree.ops.table import OPS
 
-    if (whole := needs_whole_rows(packed, sizes or {})) is not None:
-        return f"are refused: {whole} needs whole rows"
+    whole = (OPS[op].needs_whole_rows(sizes or {}) for op in packed)
+    if (found := next(filter(None, whole), None)) is not None:
+        return f"are refused: {found} needs whole rows"
     over, there = "gloo", distributed.is_available() and distributed.is_gloo_available()
     if torch.cuda.is_available():
         over, there = "NCCL", distributed.is_available() and distributed.is_nccl_available()
     if not there:
         return f"have nothing here to exchange over: this torch has no {over}"
-    attention = "heads, else keys, but not with windows, caps, sinks or latent attention"
-    if sizes is not None:
-        heads = sizes.get("query_heads", 0)
-        ranks = [str(count) for count in range(2, heads + 1) if not heads % count]
-        attention = f"heads on {', '.join(ranks) or 'no number of'} ranks, else keys"
-    if (rule := packed.get(DELTA_RULE.name)) is None:
-        return f"exchange {attention} ({over})"
-    if DELTA_RULE.backend(rule).scans is None:
-        return f"exchange {attention} (no states on {rule}) ({over})"
-    return f"exchange states of Gated DeltaNet; of attention {attention} ({over})"
+    shared = ((OPS[op], backend) for op, backend in packed.items() if OPS[op].across_ranks)
+    said = (_exchanged(op, op.backend(backend), backend, sizes) for op, backend in shared)
+    return f"exchange {'; '.join(filter(None, said))} ({over})"
+
+
+def _exchanged(op: Op[Any], backend: Any, name: str, sizes: Mapping[str, int] | None) -> str:
+    """Say what ranks exchange for an operation, "for attention heads on 2 ranks, else keys and
+    values"; empty where that is too little to say.
+    """
+    across = op.across_ranks
+    assert across is not None
+    lacks = {way.lacking(backend): None for way in across.ways.values()}
+    # where each row decides, what it may decide for
+    able = [way for key, way in across.ways.items() if key != "auto" and not way.lacking(backend)]
+    either = ", or " if across.cheaper is not None else ", else "
+    found = either.join(way.exchanges + _on_ranks(way, sizes) for way in able)
+    why = "".join(f", which {lack} on {name}," for lack in lacks if lack is not None)
+    without = f", but not with {', '.join(across.not_with.values())}" if not sizes else ""
+    return f"for {op.title}{why} {found}{without if across.not_with else ''}" if found else ""
+
+
+def _on_ranks(way: Way, sizes: Mapping[str, int] | None) -> str:
+    if sizes is None or way.divides is None:
+        return ""
+    ranks = [
+        str(n) for n in range(2, sizes.get(way.divides, 0) + 1) if way.why_not(sizes, n) is None
+    ]
+    return f" on {', '.join(ranks) or 'no number of'} ranks"
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:

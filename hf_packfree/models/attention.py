@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.errors import BackendUnavailable, PatchConflict, UnsupportedInput
+from hf_packfree.errors import BackendUnavailable, UnsupportedInput
 from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
 from hf_packfree.models.plain_layers import adds_one, epsilon, plain_layers, project
 from hf_packfree.models.recompute import linear_with_recompute
@@ -20,7 +20,7 @@ from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import norm_rope, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 from hf_packfree.packing.tree import refuse_tree
-from hf_packfree.parallel.attention import SHARED
+from hf_packfree.parallel.accelerate import refuse_cut_rows
 
 
 def attention_route(implementation: str) -> str | None:
@@ -71,25 +71,6 @@ def drops_out(model: nn.Module) -> bool:
     it.
     """
     return any(getattr(module, "attention_dropout", 0) for module in model.modules())
-
-
-def refuse_cut_rows(layer: nn.Module) -> None:
-    """Refuse attention that accelerate has prepared for context parallelism: by a hook, found by
-    its name.
-    """
-    hooks = layer._forward_pre_hooks.values()
-    if any(
-        getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks")
-        for hook in hooks
-    ):
-        raise PatchConflict(
-            "found a model that accelerate prepared with cp_size, which cuts rows without their "
-            "documents; wanted rows that the model cuts; pass "
-            "Trainer(callbacks=[PackFreeCallback()]), or, in a loop of your own, call "
-            "apply_patches(model, context_parallel=mesh['cp']) and "
-            "hf_packfree.parallel.accelerate.leave_rows_whole(model) before "
-            "accelerator.prepare(model)"
-        )
 
 
 def refuse_looking_ahead(layer: Any) -> None:
@@ -170,11 +151,8 @@ class RoutedAttention(Replacement):
         self, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, backend: str
     ) -> Tensor:
         """Return [1, T, heads, D] of q, k and v [1, T, heads, D]."""
-        state = state_of(self)
-        settings = state.context_parallel
-        attend = attention if settings is None else SHARED[settings.attention]
         dropout = self.attention_dropout if self.training else 0.0
-        return attend(
+        return attention(
             q,
             k,
             v,

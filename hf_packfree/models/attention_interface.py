@@ -20,7 +20,6 @@ from hf_packfree.models.base import Replacement, upstream_of
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
-from hf_packfree.parallel.attention import SHARED
 
 NAME = "packfree"
 """Of our entry in transformers' AttentionInterface."""
@@ -149,20 +148,17 @@ def _attend(
             layer, query, key, value, mask, scaling=scaling, dropout=dropout, **given
         )
         return made
-    state, dtype = state_of(layer), value.dtype
+    dtype = value.dtype
     # under autocast a rotary embedding may be wider
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
-    attend = attention
-    if state.context_parallel is not None:
-        attend = SHARED[state.context_parallel.attention]
-    out = attend(
+    out = attention(
         q,
         k,
         v,
         packed_sequence,
         scale=scaling,
         dropout=dropout,
-        backend=state.kernels_for(q.device, dtype)["attention"],
+        backend=state_of(layer).kernels_for(q.device, dtype)["attention"],
         **{_OPTIONS[name]: option for name, option in given.items()},
     )
     # nothing, before an output projection that may have a bias

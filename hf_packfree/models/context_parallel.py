@@ -7,7 +7,7 @@ is what DDP computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,11 @@ from hf_packfree.models.rope_index import SECONDS
 from hf_packfree.models.same_batch import refuse_other_ranks
 from hf_packfree.models.sharded_media import reaching_media
 from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
-from hf_packfree.ops.attention.score_options import WANTED
-from hf_packfree.ops.delta_rule import OP as DELTA_RULE
+from hf_packfree.ops.op import Op, in_words
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence, repad, shard_row
-from hf_packfree.parallel import WAYS, ContextParallel
+from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.collectives import gather_row
-from hf_packfree.parallel.costs import cheaper_for_gdn
 
 _OF_LOSS: tuple[str, ...] = ("shift_labels", "num_items_in_batch")
 """What a loss of a shard needs, whatever upstream's head hands on."""
@@ -69,7 +67,7 @@ def forward_shard(
             "it is given; add the keyword to it"
         )
     refuse_other_ranks(head, row, packed, settings)
-    local = shard_row(packed, settings.rank, settings.world, settings.group)
+    local = shard_row(packed, settings.rank, settings.world, settings.group, settings.ways)
     source = next(
         (module for module in (head, head.base_model) if hasattr(module, "get_rope_index")), None
     )
@@ -134,70 +132,69 @@ def resolve_ways(
         PatchConflict: the ranks cannot share an operation, or do not divide its heads, or attention
             is not ours to run.
     """
-    _refuse_whole_rows(ops, sizes)
-    ways = {}
-    for name, heads in _heads_by_option():
-        count, way, instead = sizes.get(heads, 0), getattr(settings, name), WAYS[name][-1]
-        if way == "heads" and count % settings.world:
-            raise PatchConflict(
-                f"found {settings.world} ranks to share the {count} {heads.replace('_', ' ')} of "
-                f"{name}; wanted a number that divides them; use fewer ranks for context "
-                f"parallelism, or ContextParallel(group, {name}={instead!r})"
-            )
-        # of attention each row decides
-        by_heads = "heads" if name == "gdn" else "auto"
-        divided = by_heads if count % settings.world == 0 else instead
-        ways[name] = way if way != "auto" else divided
-    why = "as asked for" if "key_heads" in sizes else "of which the model has none"
-    if settings.gdn == "auto" and "key_heads" in sizes:
-        ways["gdn"], why = _way_of_gdn(ways["gdn"], sizes, settings, forced.get(DELTA_RULE.name))
+    ops = tuple(ops)
+    if found := [what for op in ops if (what := OPS[op].needs_whole_rows(sizes)) is not None]:
+        raise PatchConflict(
+            f"found {found[0]} under context parallelism, which needs whole rows; wanted "
+            "operations whose ranks exchange what crosses their edges; leave context_parallel out"
+        )
+    ways: dict[str, str] = {}
+    chosen: dict[str, Any] = {}
+    said = []
+    for op in OPS.values():
+        if (across := op.across_ranks) is None:
+            continue
+        asked = "auto" if across.option is None else getattr(settings, across.option)
+        ways[op.name], why = _way(op, asked, sizes, settings.world, forced.get(op.name))
+        if across.option is not None:
+            chosen[across.option] = ways[op.name]
+        exchanged = across.ways[ways[op.name]].exchanges
+        # a family's operation that no layer of this model calls has no sizes
+        if op.name in ops and sizes.keys() >= across.divided() and exchanged:
+            said.append(f"{op.title} exchanges {exchanged}{f' ({why})' if why else ''}")
     if check_attention(config) != "varlen":
         raise PatchConflict(
             f"found attn_implementation={config._attn_implementation!r} under context parallelism; "
             f"wanted sdpa, which this "
             "package runs itself; call model.set_attn_implementation('sdpa')"
         )
-    return replace(settings, gdn=ways["gdn"], attention=ways["attention"], why=why)
+    return replace(settings, **chosen, ways=ways, why="; ".join(said))
 
 
-def needs_whole_rows(ops: Iterable[str], sizes: Mapping[str, int]) -> str | None:
-    """Return what in a model no ranks can share, in words, or None.
-
-    Args:
-        ops: what its mixers call.
-        sizes: of its mixers; see `op_sizes`.
-    """
-    mixing = (OPS[name] for name in ops if OPS[name].leaks is not None)
-    if alone := [op.name for op in mixing if op.across_ranks is None]:
-        return alone[0]
-    # of scores that are more than scaled
-    more = [words for name, words in WANTED.items() if sizes.get(name)]
-    return f"attention with {' and '.join(more)}" if more else None
-
-
-def _refuse_whole_rows(ops: Iterable[str], sizes: Mapping[str, int]) -> None:
-    if (found := needs_whole_rows(ops, sizes)) is not None:
-        raise PatchConflict(
-            f"found {found} under context parallelism, which needs whole rows; wanted "
-            "operations whose ranks exchange what crosses their edges; leave context_parallel out"
-        )
-
-
-def _heads_by_option() -> Iterator[tuple[str, str]]:
-    for across in (op.across_ranks for op in OPS.values()):
-        if across is not None and across.heads is not None:
-            yield across.option, across.heads
-
-
-def _way_of_gdn(
-    divided: str, sizes: dict[str, int], settings: ContextParallel, rule: str | None
+def _way(
+    op: Op[Any],
+    asked: str,
+    sizes: Mapping[str, int],
+    world: int,
+    backend: str | None,
 ) -> tuple[str, str]:
-    """Return how Gated DeltaNet layers exchange where that is left to choose, and why."""
-    if rule is not None and DELTA_RULE.backend(rule).scans is None:
-        return divided, f"the delta rule gives no states on {rule}"
-    if divided != "heads":
-        return divided, f"{settings.world} ranks do not divide {sizes['key_heads']} key heads"
-    return cheaper_for_gdn(sizes, settings.world)
+    """Return the way in which ranks share an operation on that backend, None: any, and why."""
+    across = op.across_ranks
+    assert across is not None
+    refused = {name: way.why_not(sizes, world) for name, way in across.ways.items()}
+    if asked != "auto":
+        heads, (*_, instead) = across.ways[asked].divides or "", across.ways
+        if heads in sizes and refused[asked] is not None:
+            raise PatchConflict(
+                f"found {world} ranks to share the {sizes[heads]} {in_words(heads)} of "
+                f"{across.option}; wanted a number that divides them; use fewer ranks for context "
+                f"parallelism, or ContextParallel(group, {across.option}={instead!r})"
+            )
+        return asked, "as asked for"
+    if backend is not None:
+        for name, way in across.ways.items():
+            if (lacking := way.lacking(op.backend(backend))) is not None:
+                refused[name] = f"{in_words(op.name)} on {backend} {lacking}"
+    fitting = [name for name, why in refused.items() if why is None]
+    if len(fitting) > 1 and across.cheaper is not None:
+        return across.cheaper(sizes, world)
+    why = "; ".join(why for why in refused.values() if why is not None)
+    if not fitting:
+        raise PatchConflict(
+            f"found no way to share {in_words(op.name)} ({why}); wanted one; use another number of "
+            "ranks or another backend, or leave context_parallel out"
+        )
+    return fitting[0], why
 
 
 _SHARED = {*FEATURES.values(), *GRIDS, *SECONDS, "feature_attention_mask", "audio_feature_lengths"}

@@ -20,7 +20,6 @@ from hf_packfree.models.state import Kernels, PatchState, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.fused import gated_rms_norm, gates
 from hf_packfree.packing import PackedSequence
-from hf_packfree.parallel.delta_rule import SHARED
 
 
 class PackedGatedDeltaNet(ConvMixer):
@@ -43,7 +42,7 @@ class PackedGatedDeltaNet(ConvMixer):
         gated_norm, output = getattr(self, self.norm_name), getattr(self, self.output_name)
         by_module = kernels["fused"] == "torch" or is_hooked(gated_norm)
         g, beta = self._gates(a, b, kernels)
-        out = self._conv_delta_rule(mixed, g, beta, packed, kernels, state)
+        out = self._conv_delta_rule(mixed, g, beta, packed, kernels)
         if by_module:
             normed = gated_norm(out.reshape(-1, self.head_v_dim), z.reshape(-1, self.head_v_dim))
             normed = normed.view(1, packed.num_tokens, self.value_dim)
@@ -71,21 +70,16 @@ class PackedGatedDeltaNet(ConvMixer):
         beta: Tensor,
         packed: PackedSequence,
         kernels: Kernels,
-        state: PatchState,
     ) -> Tensor:
-        weight, bias = self.conv1d.weight, self.conv1d.bias
-        heads, sizes = (self.num_k_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim)
-        ranks = state.context_parallel
-        run: Any = conv_delta_rule if ranks is None else SHARED[ranks.gdn]
-        return run(
+        return conv_delta_rule(
             mixed,
-            weight,
+            self.conv1d.weight,
             g,
             beta,
             packed,
-            heads,
-            sizes,
-            bias=bias,
+            (self.num_k_heads, self.num_v_heads),
+            (self.head_k_dim, self.head_v_dim),
+            bias=self.conv1d.bias,
             activation=self.activation,
             conv=kernels["conv"],
             delta_rule=kernels["delta_rule"],

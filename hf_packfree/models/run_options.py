@@ -77,10 +77,13 @@ class RunOptions:
             )
 
     @property
+    def drops_padding(self) -> bool:
+        """Whether padded rows cannot be left to upstream."""
+        return self.batch_invariant or self.context_parallel is not None
+
+    @property
     def runs_unpacked(self) -> bool:
         """Whether rows of one document run through the patched layers too, unless a call wants
         what they lack.
         """
-        return (
-            self.unpacked == "native" or self.batch_invariant or self.context_parallel is not None
-        )
+        return self.unpacked == "native" or self.drops_padding

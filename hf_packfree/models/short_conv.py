@@ -14,7 +14,6 @@ from hf_packfree.models.conv_mixer import ConvMixer
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.conv import causal_conv1d
 from hf_packfree.packing import PackedSequence
-from hf_packfree.parallel.conv import conv_with_context
 
 
 class PackedShortConv(ConvMixer):
@@ -32,16 +31,9 @@ class PackedShortConv(ConvMixer):
         return mixed
 
     def _convolve(self, x: Tensor, packed: PackedSequence) -> Tensor:
-        weight, bias, state = self.conv.weight.squeeze(1), self.conv.bias, state_of(self)
-        backend = state.kernels_for(x.device, x.dtype)["conv"]
-
-        def convolve(x: Tensor, packed: PackedSequence) -> tuple[Tensor]:
-            out = causal_conv1d(x, weight, packed, bias=bias, activation=None, backend=backend)
-            return (out,)
-
-        if state.context_parallel is None:
-            return convolve(x, packed)[0]
-        return conv_with_context(convolve, x, packed, weight.shape[1] - 1)[0]
+        weight, bias = self.conv.weight.squeeze(1), self.conv.bias
+        backend = state_of(self).kernels_for(x.device, x.dtype)["conv"]
+        return causal_conv1d(x, weight, packed, bias=bias, activation=None, backend=backend)
 
     @staticmethod
     def op_sizes(mixer: Any) -> dict[str, int]:

@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable, in_short
+from hf_packfree.packing import PackedSequence, refuse_shard
 from hf_packfree.versions import VERSIONS
 
 HALF = (torch.bfloat16, torch.float16)
@@ -117,12 +118,17 @@ class Backend:
         """The value of `bounded`, for the installed release."""
         return self.bounded() if callable(self.bounded) else self.bounded
 
-    @property
-    def running(self) -> Callable[..., Any]:
-        """The function to call: `long.run` where the backend has one, else `run`."""
+    def running(self, packed: PackedSequence) -> Callable[..., Any]:
+        """Return what runs on a whole row: the implementation, with its way for long documents.
+
+        Raises:
+            UnsupportedInput: it is one rank's part of a row, see `Op.running`.
+        """
         run = self.run if self.long is None else self.long.run
         # None for ops of several functions, which are called one by one
         assert run is not None
+        if packed.is_shard:
+            refuse_shard(packed, f"{getattr(run, '__name__', run)} alone")
         return run
 
     def for_every_row(self: B) -> B:

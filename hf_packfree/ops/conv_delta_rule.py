@@ -2,17 +2,23 @@
 
 The two ops have backends of their own, but either can divide q and k by their L2 norms. A
 convolution that holds whole heads in registers does it for free; with other convolutions the delta
-rule does it. This module decides which.
+rule does it. This module decides which. Where ranks share heads, both ops mix tokens head by head,
+the convolution even channel by channel: one exchange around the two is enough.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, cat
 
 from hf_packfree.ops.conv import OP as CONV
 from hf_packfree.ops.conv import qkv_conv
+from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.ops.delta_rule import gated_delta_rule
-from hf_packfree.packing import PackedSequence
+from hf_packfree.ops.delta_rule.across_ranks import exchange_heads
+from hf_packfree.packing import PackedSequence, shard_of, uncompiled
+from hf_packfree.parallel.collectives import heads_to_tokens
 
 
 def conv_delta_rule(
@@ -47,6 +53,9 @@ def conv_delta_rule(
         ValueError: there is no such activation.
         BackendUnavailable: no backend has that name.
     """
+    if packed.shard is not None and packed.shard.ways.get(DELTA_RULE.name) == "heads":
+        options = {"activation": activation, "conv": conv, "delta_rule": delta_rule}
+        return _by_heads(x, weight, g, beta, packed, heads, sizes, bias, **options)
     in_conv = CONV.backend(conv).qkv_conv is not None
     q, k, v = qkv_conv(
         x,
@@ -69,6 +78,41 @@ def conv_delta_rule(
         qk_l2norm=not in_conv,
         backend=delta_rule,
     )
+
+
+@uncompiled
+def _by_heads(
+    x: Tensor,
+    weight: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    bias: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Do it with 1 / W of the heads on each of W ranks, over all tokens; see `Way`."""
+    shard, (keys, values) = shard_of(packed), heads
+    widths = [keys * sizes[0], keys * sizes[0], values * sizes[1]]
+
+    def mine(channels: Tensor) -> Tensor:
+        """Return this rank's of q, k and v [C, ...]."""
+        return cat([part.chunk(shard.world)[shard.rank] for part in channels.split(widths)])
+
+    mixed, g, beta = exchange_heads(x[0].split(widths, 1), g, beta, packed)
+    out = conv_delta_rule(
+        mixed,
+        mine(weight),
+        g,
+        beta,
+        shard.row,
+        (keys // shard.world, values // shard.world),
+        sizes,
+        bias=None if bias is None else mine(bias),
+        **options,
+    )
+    return heads_to_tokens(out[0], shard.group)[None]
 
 
 __all__ = ["conv_delta_rule"]

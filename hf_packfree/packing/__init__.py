@@ -9,7 +9,15 @@ from hf_packfree.packing.keywords import PackingInputs, to_hf_kwargs
 from hf_packfree.packing.lazy import lazy_repad
 from hf_packfree.packing.padding import repad, unpad, with_left_pad_tokens
 from hf_packfree.packing.record import PackedSequence, chunk_plan
-from hf_packfree.packing.shard import RowShard, pad_row, shard_of, shard_row, with_history
+from hf_packfree.packing.shard import (
+    RowShard,
+    pad_row,
+    refuse_shard,
+    shard_of,
+    shard_row,
+    with_history,
+    without_row,
+)
 
 __all__ = [
     "Batch",
@@ -19,6 +27,7 @@ __all__ = [
     "chunk_plan",
     "lazy_repad",
     "pad_row",
+    "refuse_shard",
     "repad",
     "resolve_boundaries",
     "shard_of",
@@ -28,4 +37,5 @@ __all__ = [
     "unpad",
     "with_history",
     "with_left_pad_tokens",
+    "without_row",
 ]

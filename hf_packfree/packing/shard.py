@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.record import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
@@ -33,6 +34,7 @@ class RowShard:
         batch: the record of the caller's batch, [B, S], that the row was made of.
         rank, world: this rank's number in its group, and W.
         group: the process group; None: only plans are made, nothing is exchanged.
+        ways: {operation: how the ranks share it}, see `hf_packfree.ops.op.AcrossRanks`.
         features: {kind of media: slice}, for the items with placeholders in this shard: which of
             the items' features belong to this shard's placeholders.
     """
@@ -42,6 +44,7 @@ class RowShard:
     rank: int
     world: int
     group: ProcessGroup | None
+    ways: Mapping[str, str] = field(default_factory=dict)
     features: Mapping[str, slice] = field(default_factory=dict)
 
     @property
@@ -108,7 +111,11 @@ class RowShard:
 
 
 def shard_row(
-    packed: PackedSequence, rank: int, world: int, group: ProcessGroup | None = None
+    packed: PackedSequence,
+    rank: int,
+    world: int,
+    group: ProcessGroup | None = None,
+    ways: Mapping[str, str] | None = None,
 ) -> PackedSequence:
     """Return the record of the tokens that one of `world` ranks holds; `shard` of the result
     describes the whole row.
@@ -119,7 +126,7 @@ def shard_row(
 
     Args:
         packed: the record of a row of T tokens.
-        rank, world, group: see `RowShard`.
+        rank, world, group, ways: see `RowShard`.
 
     Returns:
         The record of [1, t], t = ceil(T / world).
@@ -139,7 +146,12 @@ def shard_row(
     """
     refuse_tree(packed, "under context parallelism")
     shard = RowShard(
-        row=_divisible(packed, world), batch=packed, rank=rank, world=world, group=group
+        row=_divisible(packed, world),
+        batch=packed,
+        rank=rank,
+        world=world,
+        group=group,
+        ways=ways or {},
     )
     row, start = shard.row, rank * shard.tokens
     offsets = row.cu_seqlens_cpu.clamp(start, start + shard.tokens) - start
@@ -161,6 +173,29 @@ def shard_of(packed: PackedSequence) -> RowShard:
     """Return the `shard` of a record that `shard_row` returned."""
     assert packed.shard is not None
     return packed.shard
+
+
+def refuse_shard(packed: PackedSequence, what: str) -> None:
+    """Refuse one rank's part of a row, given to what takes documents from their beginning.
+
+    Raises:
+        UnsupportedInput: it is one.
+    """
+    if packed.is_shard:
+        raise UnsupportedInput(
+            f"found one rank's part of a row given to {what}, which needs whole rows; wanted an "
+            "operation whose ranks exchange what crosses their edges; call what `Op.running` "
+            "returns, with an `Op` whose `across_ranks` says how, or leave context_parallel out"
+        )
+
+
+def without_row(packed: PackedSequence) -> PackedSequence:
+    """Return the record of a shard's segments as documents of their own."""
+    return packed.cached(_without_row)
+
+
+def _without_row(packed: PackedSequence) -> PackedSequence:
+    return replaced(packed, shard=None, _memo={})
 
 
 def with_history(packed: PackedSequence, tokens: int) -> PackedSequence:

@@ -1,21 +1,21 @@
 """Context parallelism: the ranks of a group share a packed row, each a span of its tokens, through
 the whole model.
 
-What mixes tokens exchanges heads for tokens around itself (`attention`, `delta_rule`); the rest
-sees one rank's tokens alone.
+What mixes tokens exchanges what crosses the edges of their spans, as its `Op` in `hf_packfree.ops`
+says (`across_ranks`); the rest sees one rank's tokens alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-WAYS = {"gdn": ("auto", "heads", "state"), "attention": ("auto", "heads", "gather")}
-"""What the fields of `ContextParallel` may say; the last way is for any number of heads."""
+GDN = Literal["auto", "heads", "state"]
+Attention = Literal["auto", "heads", "gather"]
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,18 @@ class ContextParallel:
         attention: of full attention: "heads"; "gather", each rank gathers the keys and values
             before its own, of which the last one has most to read; "auto": in each row what takes
             less time, where the ranks divide the heads.
-        why: of a patched model's: why `gdn` is what it is.
+        why: of a patched model's: what its operations exchange, and why.
+        ways: of a patched model's: {operation: the way in which the ranks share it}.
 
     Raises:
         ValueError: an option has an unknown value, or the mesh has several dimensions.
     """
 
     group: Any
-    gdn: str = "auto"
-    attention: str = "auto"
+    gdn: GDN = "auto"
+    attention: Attention = "auto"
     why: str = field(default="", compare=False, repr=False)
+    ways: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     _memo: dict[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class ContextParallel:
                     "pass mesh['cp'], or what the dimension of context parallelism is called"
                 )
             object.__setattr__(self, "group", self.group.get_group())
-        for name, known in WAYS.items():
+        for name, known in {"gdn": get_args(GDN), "attention": get_args(Attention)}.items():
             if (found := getattr(self, name)) not in known:
                 *others, last = map(repr, known)
                 raise ValueError(
@@ -75,17 +77,7 @@ class ContextParallel:
 
     def __str__(self) -> str:
         """Say what ranks exchange, and why."""
-        names = {
-            "heads": "heads",
-            "state": "states",
-            "gather": "keys and values",
-            "auto": "heads, or keys and values in rows of short documents",
-        }
-        return (
-            f"{self.world} ranks share each row: attention exchanges "
-            f"{names.get(self.attention, self.attention)}, Gated DeltaNet "
-            f"{names.get(self.gdn, self.gdn)} ({self.why or 'not chosen yet'})"
-        )
+        return f"{self.world} ranks share each row: {self.why or 'not chosen yet how'}"
 
     def remembered(self, name: str, find: Callable[[], str]) -> str:
         """Return a sentence about the model that these settings are of, found once."""

@@ -266,3 +266,22 @@ def as_context_parallel(parallelism: Any, state: Any) -> Any:
     ours = replace(parallelism, cp_size=size, sp_size=1, sp_handler=None, dp_shard_size=shards)
     state.parallelism_config, state.device_mesh = ours, ours.get_device_mesh(state.device.type)
     return ours
+
+
+def refuse_cut_rows(layer: nn.Module) -> None:
+    """Refuse attention that accelerate has prepared for context parallelism: by a hook, found by
+    its name.
+    """
+    hooks = layer._forward_pre_hooks.values()
+    if any(
+        getattr(hook, "__qualname__", "").startswith("_attach_context_parallel_hooks")
+        for hook in hooks
+    ):
+        raise PatchConflict(
+            "found a model that accelerate prepared with cp_size, which cuts rows without their "
+            "documents; wanted rows that the model cuts; pass "
+            "Trainer(callbacks=[PackFreeCallback()]), or, in a loop of your own, call "
+            "apply_patches(model, context_parallel=mesh['cp']) and "
+            "hf_packfree.parallel.accelerate.leave_rows_whole(model) before "
+            "accelerator.prepare(model)"
+        )

@@ -66,8 +66,7 @@ def check_unlisted(family: Family, model: Any, options: Options) -> Options:
         with as_if_nothing_were_loading(), torch.no_grad():
             _found[key] = _measured(family)
     found = _found[key]
-    whole = options.batch_invariant or options.context_parallel is not None
-    reason = found.packed or (found.padded if whole else None)
+    reason = found.packed or (found.padded if options.drops_padding else None)
     if reason is not None:
         raise refusal(family.name, text_model(model), reason)
     return replace(options, padded="upstream") if found.padded else options

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import unwrap
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
+from hf_packfree.models import gated_delta_net
 from hf_packfree.packing import PackedSequence
-from hf_packfree.parallel.delta_rule import SHARED
 
 
 def conv_delta_rule_by_fla(
@@ -28,8 +29,8 @@ def conv_delta_rule_by_fla(
     activation: str | None = "silu",
     **backends: str,
 ) -> Tensor:
-    """Do what `conv_delta_rule_by_states` does; its exchanges are FLA's own, and nobody counts
-    them.
+    """Do what `conv_delta_rule` does by exchange of states; its exchanges are FLA's own, and nobody
+    counts them.
     """
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -68,10 +69,6 @@ def _context(packed: PackedSequence, taps: int) -> Any:
 
 @contextmanager
 def fla_for_states() -> Iterator[None]:
-    """Let models that exchange states do it in FLA's way."""
-    ours = SHARED["state"]
-    SHARED["state"] = conv_delta_rule_by_fla
-    try:
+    """Let models whose rows are shared exchange states in FLA's way."""
+    with patch.object(gated_delta_net, "conv_delta_rule", conv_delta_rule_by_fla):
         yield
-    finally:
-        SHARED["state"] = ours

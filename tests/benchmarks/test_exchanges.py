@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hf_packfree import PackedSequence
+from hf_packfree.ops.attention import attention
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel, collectives
-from hf_packfree.parallel.attention import attend_by_heads
 from tests.benchmarks.context_parallel_cases import cases
 from tests.benchmarks.exchanges import Alone, exchanging
 
@@ -17,12 +17,13 @@ def test_bytes_of_attention_by_heads():
     is more than they have.
     """
     world, tokens, heads, keys, size = 4, 24, 8, 2, 16
-    local = shard_row(PackedSequence.from_lengths([50, world * tokens - 50]), 1, world)
+    row, ways = PackedSequence.from_lengths([50, world * tokens - 50]), {"attention": "heads"}
+    local = shard_row(row, 1, world, ways=ways)
     q, k, v = (torch.randn(1, tokens, count, size) for count in (heads, keys, keys))
     before = collectives.dist
     with exchanging(Alone(1, world)) as how:
         assert (ContextParallel(None).rank, ContextParallel(None).world) == (1, world)
-        out = attend_by_heads(q, k, v, local)
+        out = attention(q, k, v, local)
     assert collectives.dist is before and out.shape == q.shape
     assert (how.calls, how.received) == (
         2,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.attention import OP as ATTEND
-from hf_packfree.ops.attention import attention, attention_with_history
+from hf_packfree.ops.attention import attention
 from hf_packfree.ops.backend import Target
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.ops.delta_rule import gated_delta_rule
@@ -41,9 +41,8 @@ def test_queries_are_the_last_of_their_document(backend, history, lengths):
     before = torch.zeros(1, history, heads, size, device=DEVICE, dtype=torch.float64)
     longer = PackedSequence.from_lengths([history + lengths[0], *lengths[1:]], device=DEVICE)
     wanted = attention(torch.cat([before, wide[0]], 1), *wide[1:], longer)[:, history:]
-    found = attention_with_history(
-        *leaves, PackedSequence.from_lengths(lengths, device=DEVICE), backend=backend
-    )
+    attend = ATTEND.backend(backend).with_history
+    found = attend(*leaves, PackedSequence.from_lengths(lengths, device=DEVICE))
     assert_near(found, leaves, wanted, wide)
 
 

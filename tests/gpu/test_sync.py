@@ -12,6 +12,7 @@ import torch
 
 import hf_packfree
 from hf_packfree import apply_patches
+from hf_packfree.models.state import state_of
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel
 from tests.benchmarks.exchanges import Alone, exchanging
@@ -150,7 +151,10 @@ def test_shards_do_not_wait_for_what_they_exchange(gdn, attention):
             packed_row(model, lengths)
             for lengths in ((64, 65, 129, 254), (3, 2000, 61), (700,), (90, 90, 300, 90))
         ]
-        *warm, row = [(tokens.chunk(2, 1)[1], shard_row(packed, 1, 2)) for tokens, packed in rows]
+        ways = state_of(model).context_parallel.ways
+        *warm, row = [
+            (tokens.chunk(2, 1)[1], shard_row(packed, 1, 2, ways=ways)) for tokens, packed in rows
+        ]
         for one in warm:
             step(model, one)
         does_not_wait(model, row)

@@ -11,7 +11,9 @@ import torch
 from hf_packfree.models.base import Replacement, size_of, stands_for
 from hf_packfree.models.state import receive, state_of
 from hf_packfree.ops.backend import Backend, needs_cuda
-from hf_packfree.ops.op import Op
+from hf_packfree.ops.op import AcrossRanks, Op, Way
+from hf_packfree.packing import shard_of, uncompiled
+from hf_packfree.parallel.collectives import gather_row
 from hf_packfree.patching.family import Mixer
 from tests.models import brook
 from tests.models import brook_upstream as upstream
@@ -29,6 +31,14 @@ def by_tokens(x, decay, packed):
     return torch.stack(sums, 1)
 
 
+@uncompiled
+def by_row(backend, x, decay, packed):
+    """Run it on the whole row, of which every rank needs its own tokens [1, t, D] alone."""
+    row = shard_of(packed).row
+    whole = gather_row(x[0], packed)[None]
+    return packed.cut(backend.running(row)(whole, decay, row))
+
+
 OP = Op(
     name="leaky_sum",
     leaks="the running sum crosses document boundaries",
@@ -37,12 +47,13 @@ OP = Op(
         "scan": Backend(by_tokens, needs_cuda, "triton", compiles="minutes"),
         "torch": Backend(by_tokens),
     },
+    across_ranks=AcrossRanks({"row": Way(by_row, "all tokens")}),
 )
 
 
 def leaky_sum(x, decay, packed, *, backend="torch"):
     """Run h <- decay h + x on each document of a packed row; x: [1, T, D]; decay: [D]."""
-    return OP.backend(backend).running(x, decay, packed)
+    return OP.running(backend, packed)(x, decay, packed)
 
 
 @stands_for(upstream)

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedInput
-from hf_packfree.models.context_parallel import _refuse_whole_rows
+from hf_packfree.models.context_parallel import resolve_ways
 from hf_packfree.models.mamba2 import PackedMamba2
+from hf_packfree.parallel import ContextParallel
 from hf_packfree.patching.plan import op_sizes
 from tests.input_formats import row_batch
 from tests.models.forms import half_precision, logits_alone
@@ -247,7 +248,7 @@ def test_what_a_row_may_not_be():
     with pytest.raises(UnsupportedInput, match="tree of shared prefixes with layers of BambaMixer"):
         model(input_ids=ids, packed_sequence=record)
     with pytest.raises(PatchConflict, match="found ssd under context parallelism, which needs"):
-        _refuse_whole_rows(by_family["bamba"].ops, {})
+        resolve_ways(None, {}, ContextParallel(None), by_family["bamba"].ops, {})
 
 
 def test_backends_see_the_sizes():

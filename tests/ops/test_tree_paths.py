@@ -15,7 +15,7 @@ from hf_packfree.errors import UnsupportedInput
 from hf_packfree.ops import attention as attention_room
 from hf_packfree.ops import conv as conv_room
 from hf_packfree.ops import delta_rule as rule_room
-from hf_packfree.ops.attention import attention, attention_with_history
+from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import causal_conv1d, qkv_conv
 from hf_packfree.ops.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from hf_packfree.ops.tree_paths import convolve_along_paths, gather
@@ -209,9 +209,6 @@ def test_what_has_no_path_is_refused():
     inputs, _ = rule_inputs(sum(GROUP.lengths))
     with pytest.raises(UnsupportedInput, match="a tree .* begins with a state of its own"):
         gated_delta_rule_with_states(*inputs, GROUP.record)
-    inputs, _ = attention_inputs(sum(GROUP.lengths))
-    with pytest.raises(UnsupportedInput, match="a tree .* in a row that began before"):
-        attention_with_history(*inputs, GROUP.record)
 
 
 def test_no_second_derivative():

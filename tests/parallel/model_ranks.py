@@ -21,10 +21,12 @@ from hf_packfree.models.rope_index import rope_source
 from hf_packfree.models.sharded_media import mark_kept
 from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.mtp import MTPOptions, training
+from hf_packfree.ops.attention import OP as ATTENTION
+from hf_packfree.ops.attention.across_ranks import attend_by_heads
+from hf_packfree.ops.op import Way
 from hf_packfree.packing import pad_row, shard_row
 from hf_packfree.packing.opaque import replaced
 from hf_packfree.parallel import ContextParallel
-from hf_packfree.parallel.attention import SHARED, attend_by_heads
 from hf_packfree.verify.first_batch import first_batch_influence
 from hf_packfree.verify.random_documents import media_source
 from hf_packfree.verify.verify import LENGTHS
@@ -365,7 +367,8 @@ def verification() -> dict[str, float]:
         reacting = pytest.raises(
             LeakDetected, match="documents of the first batch reacting to each other's tokens"
         )
-        with patch.dict(SHARED, {"auto": over_the_row}), reacting:
+        ways = {"auto": Way(over_the_row, "heads")}
+        with patch.dict(ATTENTION.across_ranks.ways, ways), reacting:
             first_batch(model)
         leak = raised.value.report.patched
         results[f"control, one document: {name}"] = min(
@@ -374,12 +377,12 @@ def verification() -> dict[str, float]:
     return results
 
 
-def over_the_row(q, k, v, packed, *args, **options):
+def over_the_row(backend, q, k, v, packed, **options):
     """Attention that heeds no documents."""
     shard = dataclasses.replace(
         packed.shard, row=PackedSequence.from_lengths([packed.shard.row.num_tokens])
     )
-    return attend_by_heads(q, k, v, replaced(packed, shard=shard), *args, **options)
+    return attend_by_heads(backend, q, k, v, replaced(packed, shard=shard), **options)
 
 
 def first_batch(model) -> float:

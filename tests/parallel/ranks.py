@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -18,13 +19,15 @@ import torch.distributed as dist
 
 from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.models import context_parallel
+from hf_packfree.ops.attention import OP as ATTENTION
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
+from hf_packfree.ops.delta_rule import OP as DELTA_RULE
+from hf_packfree.ops.delta_rule import across_ranks
 from hf_packfree.ops.delta_rule.segments import Segments
-from hf_packfree.packing import shard_row
-from hf_packfree.parallel import ContextParallel, states
-from hf_packfree.parallel import attention as by_ranks
-from hf_packfree.parallel.delta_rule import SHARED
+from hf_packfree.packing import shard_row, without_row
+from hf_packfree.packing.opaque import replaced
+from hf_packfree.parallel import ContextParallel
 from tests.ranks import on_ranks
 from tests.support import documents, relative_rms, tiny, worst_gradient
 
@@ -52,6 +55,12 @@ COUNTS = {"count": {"num_items_in_batch": torch.tensor(7)}, "mean": {}}
 """{how the loss is divided: what says so}"""
 
 
+def in_way(local: PackedSequence, **ways: str) -> PackedSequence:
+    """Return the record of a shard that ranks share in these ways, by operation."""
+    shard = replace(local.shard, ways={"conv": "context", **ways})
+    return replaced(local, shard=shard)
+
+
 def rows_of(family: str) -> list[str]:
     """Return the names of the rows that a family's whole model is measured on."""
     return [*ROWS] if family == "qwen3_5_moe" else [*ROWS][:2]
@@ -59,12 +68,12 @@ def rows_of(family: str) -> list[str]:
 
 def delta_ways(world: int) -> list[str]:
     """Return how 4 key heads' delta rule can be shared by so many ranks."""
-    return ["state"] if 4 % world else [*SHARED]
+    return ["state"] if 4 % world else [*DELTA_RULE.across_ranks.ways]
 
 
 def attention_ways(world: int) -> list[str]:
     """Return how 4 heads' attention can be shared by so many ranks."""
-    return ["gather"] if 4 % world else [*by_ranks.SHARED]
+    return ["gather"] if 4 % world else [*ATTENTION.across_ranks.ways]
 
 
 def names_of_ops(world: int) -> list[str]:
@@ -229,16 +238,16 @@ def delta_rules(results, name, local, random) -> None:
     for way in delta_ways(local.shard.world):
 
         def rule(x, g, beta, weight, bias, where):
-            run, record = (conv_delta_rule, row) if where is row else (SHARED[way], local)
-            return run(x, weight, g, beta, record, heads, sizes, bias=bias)
+            record = row if where is row else in_way(local, delta_rule=way)
+            return conv_delta_rule(x, weight, g, beta, record, heads, sizes, bias=bias)
 
         results[f"delta rule by {way}: {name}"] = op_error(
             rule, [x, g, beta], [weight, bias], row, local.shard
         )
         if way == "state":
             with (
-                patch.object(states, "_parallel_segments", lambda *_: 1),
-                patch.object(states, "plan_segments", short_segments),
+                patch.object(across_ranks, "_parallel_segments", lambda *_: 1),
+                patch.object(across_ranks, "plan_segments", short_segments),
             ):
                 key = f"delta rule by state, documents in segments: {name}"
                 # which has no plan yet
@@ -260,18 +269,14 @@ def attentions(results, name, local, random) -> None:
         for way in attention_ways(shard.world):
 
             def attend(q, k, v, where):
-                return (
-                    attention(q, k, v, row)
-                    if where is row
-                    else by_ranks.SHARED[way](q, k, v, local)
-                )
+                return attention(q, k, v, row if where is row else in_way(local, attention=way))
 
             results[f"attention by {way}, {keys} key heads: {name}"] = op_error(
                 attend, [q, k, v], [], row, shard
             )
 
     def of_shards(q, k, v, where):
-        return attention(q, k, v, row if where is row else local)
+        return attention(q, k, v, row if where is row else without_row(local))
 
     if shard.is_cut:
         results[f"control, keys of this rank alone: {name}"] = op_error(

@@ -18,7 +18,16 @@ from hf_packfree import apply_patches, remove_patches
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.state import state_of
 from hf_packfree.parallel import ContextParallel
-from tests.parallel.ranks import ROWS, batch_of, measured, names_of_models, names_of_ops, rows_of
+from tests.parallel.ranks import (
+    ROWS,
+    batch_of,
+    measured,
+    names_of_models,
+    names_of_ops,
+    rows_of,
+    step,
+    worst,
+)
 from tests.parallel.traps import NAMES
 from tests.support import relative_rms, tiny
 
@@ -187,6 +196,21 @@ def test_a_mesh_a_copy_and_the_way_back(group):
     assert relative_rms(found.logits, wanted.logits) == 0
     prompt = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 2, "do_sample": False}
     assert torch.equal(remove_patches(patched).generate(**prompt), unpatched.generate(**prompt))
+
+
+# torch.compile says where it breaks the graph
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "llama"])
+def test_a_compiled_model_is_shared_too(group, family):
+    """Its graphs break where ranks exchange."""
+    torch.compiler.reset()
+    model = apply_patches(tiny(family), context_parallel=group).train()
+    wanted, wanted_gradients = step(model, BATCH)
+    found, gradients = step(torch.compile(model, backend="eager"), BATCH)
+    assert relative_rms(found.loss, wanted.loss) <= 1e-6
+    named = {name.removeprefix("_orig_mod."): one for name, one in gradients.items()}
+    assert worst(named, wanted_gradients) <= 1e-4
 
 
 def test_a_misspelt_way_is_refused(group):

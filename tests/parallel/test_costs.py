@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from hf_packfree import PackedSequence, apply_patches, patch_report
+from hf_packfree.errors import BackendUnavailable
 from hf_packfree.models.context_parallel import resolve_ways
-from hf_packfree.ops import delta_rule
+from hf_packfree.ops import attention, delta_rule
+from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.packing import shard_row
-from hf_packfree.parallel import ContextParallel, costs
-from hf_packfree.parallel import attention as by_ranks
-from hf_packfree.parallel.delta_rule import SHARED
+from hf_packfree.parallel import GDN, Attention, ContextParallel, costs
 from tests.benchmarks.context_parallel_costs import gdn_sizes
 from tests.benchmarks.exchanges import Alone, exchanging
+from tests.parallel.ranks import in_way
 from tests.support import by_family, tiny
 
 SIZES = {"key_heads": 4, "value_heads": 8, "key_size": 16, "value_size": 16}
@@ -28,9 +31,8 @@ def received(way: str, world: int, tokens: int) -> float:
     weight = torch.randn(channels, 1, dtype=torch.bfloat16)
     g, beta = -torch.rand(1, tokens, 8), torch.rand(1, tokens, 8)
     with exchanging(Alone(1, world)) as how:
-        SHARED[way](
-            x, weight, g.requires_grad_(), beta.requires_grad_(), local, (4, 8), (16, 16)
-        ).sum().backward()
+        given = g.requires_grad_(), beta.requires_grad_(), in_way(local, delta_rule=way)
+        conv_delta_rule(x, weight, *given, (4, 8), (16, 16)).sum().backward()
     return how.received
 
 
@@ -72,7 +74,7 @@ def test_keys_of_one_part_of_a_document_are_all_that_is_exchanged_in_a_row_of_sh
     assert max(costs.pairs(shard)) / half - 1 < 0.01
 
 
-@pytest.mark.parametrize("way", by_ranks.SHARED)
+@pytest.mark.parametrize("way", attention.OP.across_ranks.ways)
 @pytest.mark.parametrize("lengths", [[10, 5, 9], [24], [12, 12]])
 def test_attentions_bytes_are_those_that_are_exchanged(way, lengths):
     torch.manual_seed(0)
@@ -81,7 +83,8 @@ def test_attentions_bytes_are_those_that_are_exchanged(way, lengths):
         torch.randn(1, 12, heads, 16, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)
     )
     with exchanging(Alone(1, 2)) as how:
-        by_ranks.SHARED[way](q, k, v, local).float().sum().backward()
+        out = attention.attention(q, k, v, in_way(local, attention=way))
+        out.float().sum().backward()
     by_heads = costs.attention_bytes_by_heads(local.shard, 4, 2, 16)
     by_keys = costs.attention_bytes_by_keys(local.shard, 2, 16)
     keys = costs.keys_cost_less(local.shard, 4, 2, 16)
@@ -101,6 +104,14 @@ def test_shards_that_are_worth_it_exchange_states_and_tiny_ones_heads(world):
     assert ratios == sorted(ratios)
 
 
+def test_the_options_name_the_ways_of_the_operations():
+    given = {"gdn": get_args(GDN), "attention": get_args(Attention)}
+    for op in (delta_rule.OP, attention.OP):
+        across = op.across_ranks
+        assert sorted({"auto", *across.ways}) == sorted(given.pop(across.option))
+    assert given == {}
+
+
 def test_auto_says_what_it_takes_and_why(group, monkeypatch):
     monkeypatch.setattr(ContextParallel, "world", 2)
     config, auto = tiny().config, ContextParallel(group)
@@ -108,19 +119,24 @@ def test_auto_says_what_it_takes_and_why(group, monkeypatch):
     sizes = gdn_sizes() | {"query_heads": 8}
     found = resolve_ways(config, sizes, auto, ops, {})
     assert (found.gdn, found.attention) == ("state", "auto")
-    assert "Gated DeltaNet states (state is modelled at" in str(found)
+    assert "Gated DeltaNet exchanges states (state is modelled at" in str(found)
     # a backend that gives no states
     monkeypatch.setitem(delta_rule.OP.backends, "stateless", delta_rule.DeltaRuleBackend())
     assert resolve_ways(config, sizes, auto, ops, {"delta_rule": "stateless"}).gdn == "heads"
+    local = in_way(shard_row(PackedSequence.from_lengths([3]), 0, 1), delta_rule="state")
+    with pytest.raises(BackendUnavailable, match="'stateless', which gives no states, .* on .*fla"):
+        delta_rule.OP.running("stateless", local)
     # where heads cost less
     monkeypatch.setattr(costs, "seconds_by_heads", lambda *_: 0.0)
     assert resolve_ways(config, sizes, auto, ops, {}).gdn == "heads"
     asked = resolve_ways(config, sizes, ContextParallel(group, gdn="state"), ops, {})
-    assert asked.gdn == "state" and str(asked).endswith("states (as asked for)")
+    assert asked.gdn == "state" and "exchanges states (as asked for); " in str(asked)
 
 
 def test_the_report_says_how_ranks_share(group):
     report = patch_report(apply_patches(tiny(), context_parallel=group))
-    assert report.context_parallel.startswith("1 ranks share each row: attention exchanges heads")
+    assert report.context_parallel.endswith(
+        "; attention exchanges heads, or keys and values in rows of short documents"
+    )
     assert report.context_parallel in str(report)
     assert patch_report(apply_patches(tiny())).context_parallel == ""

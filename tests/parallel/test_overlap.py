@@ -13,12 +13,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_packfree import PackedSequence, apply_patches
+from hf_packfree.ops import conv as convolution
 from hf_packfree.ops.conv import torch_native
+from hf_packfree.ops.conv_delta_rule import conv_delta_rule
+from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.packing import shard_row
-from hf_packfree.parallel import ContextParallel, states
-from hf_packfree.parallel.delta_rule import SHARED
+from hf_packfree.parallel import ContextParallel
 from tests.benchmarks.exchanges import Alone, exchanging
-from tests.parallel.ranks import batch_of
+from tests.parallel.ranks import batch_of, in_way
 from tests.support import checkpoint_layers, tiny
 
 HEADS, SIZES, TAPS = (3, 3), (4, 4), 4
@@ -58,7 +60,7 @@ class RecordedScans:
     """What walks documents in PyTorch, recorded with their lengths."""
 
     def __init__(self, events: list) -> None:
-        self.events, self.scans = events, states.DELTA_RULE.backends["torch"].scans
+        self.events, self.scans = events, DELTA_RULE.backends["torch"].scans
         self.prepare, self.summarize = self.scans.prepare, self.scans.summarize
         self.summarize_gradient = self.scans.summarize_gradient
 
@@ -81,10 +83,10 @@ def recorded(events, what, run):
     return call
 
 
-def given_to(rank: int, world: int, lengths: list[int], taps: int = TAPS) -> tuple:
+def given_to(way: str, rank: int, world: int, lengths: list[int], taps: int = TAPS) -> tuple:
     """Return what an operation of the delta rule takes, of leaves of one rank."""
     torch.manual_seed(0)
-    local = shard_row(PackedSequence.from_lengths(lengths), rank, world)
+    local = in_way(shard_row(PackedSequence.from_lengths(lengths), rank, world), delta_rule=way)
     x, weight = (
         torch.randn(1, local.num_tokens, CHANNELS).requires_grad_(),
         torch.randn(CHANNELS, taps).requires_grad_(),
@@ -97,18 +99,20 @@ def events_of(way: str, lengths: list[int], rank: int) -> tuple[list, list]:
     """Return what happened forward and backward."""
     events: list = []
     conv, back = (
-        recorded(events, "conv", states.qkv_conv),
+        recorded(events, "conv", convolution.OP.backends["torch"].run),
         recorded(events, "conv back", torch_native._backward),
     )
-    rule = states.DELTA_RULE.backends["torch"]
+    rule = DELTA_RULE.backends["torch"]
     recorded_scans = replace(rule, scans=RecordedScans(events))
     with (
         exchanging(Recorded(rank, events)),
-        patch.dict(states.DELTA_RULE.backends, {"torch": recorded_scans}),
-        patch.object(states, "qkv_conv", conv),
+        patch.dict(DELTA_RULE.backends, {"torch": recorded_scans}),
+        patch.dict(
+            convolution.OP.backends, {"torch": replace(convolution.OP.backends["torch"], run=conv)}
+        ),
         patch.object(torch_native, "_backward", back),
     ):
-        out = SHARED[way](*given_to(rank, 3, lengths))
+        out = conv_delta_rule(*given_to(way, rank, 3, lengths))
         forward = len(events)
         out.sum().backward()
     return events[:forward], events[forward:]
@@ -144,18 +148,18 @@ def test_nothing_is_sent_where_no_document_is_cut():
 
 
 def test_a_filter_of_one_tap_reads_no_tokens_before_a_shard():
-    x, weight, *others = given_to(1, 3, [10, 5, 9], taps=1)
+    x, weight, *others = given_to("state", 1, 3, [10, 5, 9], taps=1)
     with exchanging(Alone(1, 3)) as alone:
-        found = SHARED["state"](x, weight, *others)
+        found = conv_delta_rule(x, weight, *others)
         # the states'
         assert alone.calls == 1
-        wanted = SHARED["state"](x, torch.nn.functional.pad(weight, (1, 0)), *others)
+        wanted = conv_delta_rule(x, torch.nn.functional.pad(weight, (1, 0)), *others)
     assert torch.allclose(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_gates_travel_while_what_is_convolved_is_put_in_order():
     forward, backward = events_of("heads", [10, 5, 9], 1)
-    assert forward == ["sent", "sent", "came", "came", "sent", "came"]
+    assert forward == ["sent", "sent", "came", "came", ("conv", 24), "sent", "came"]
     assert backward == ["sent", "came", ("conv back", 24), "sent", "sent", "came", "came"]
 
 
@@ -200,13 +204,13 @@ class Transfer:
         self.late.under_way -= 1
 
 
-@pytest.mark.parametrize("way", SHARED)
+@pytest.mark.parametrize("way", DELTA_RULE.across_ranks.ways)
 @pytest.mark.parametrize("rank", range(3))
 def test_nothing_is_read_before_it_comes_nor_freed_or_changed_before_it_went(way, rank):
     def outcome(exchanges):
-        given = given_to(rank, 3, [10, 5, 9])
+        given = given_to(way, rank, 3, [10, 5, 9])
         with exchanging(exchanges):
-            out = SHARED[way](*given)
+            out = conv_delta_rule(*given)
             return [out, *torch.autograd.grad(out.square().sum(), given[:4])]
 
     late = Late(rank, 3)

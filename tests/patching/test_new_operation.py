@@ -5,19 +5,26 @@ and refused like those of the package, and no shared code knows its name.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_packfree
-from hf_packfree import apply_patches, patch_report, prewarm, verify_packing
-from hf_packfree.errors import BackendUnavailable, PatchConflict
+from hf_packfree import PackedSequence, apply_patches, patch_report, prewarm, verify_packing
+from hf_packfree.errors import BackendUnavailable, PatchConflict, UnsupportedInput
+from hf_packfree.ops.op import AcrossRanks, Way
 from hf_packfree.ops.table import OPS
+from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel
 from hf_packfree.patching import registry
 from hf_packfree.patching.backends import choose_backends
 from tests.input_formats import row_batch
 from tests.models import brook_leaky_sum
+from tests.parallel import own_ranks
+from tests.parallel.ranks import ROWS
+from tests.ranks import two_ranks
 from tests.support import (
     CONTROL,
     GRADIENT_TOL,
@@ -31,11 +38,6 @@ from tests.support import (
 )
 
 KNOWN = {
-    # what ranks exchange is written for each of them
-    ("parallel/attention.py", "attention"),
-    ("parallel/states.py", "conv"),
-    ("parallel/states.py", "delta_rule"),
-    ("doctor/plans.py", "delta_rule"),
     # with dropout it runs in PyTorch
     ("patching/announce.py", "attention"),
     # of heads, there is one operation
@@ -110,10 +112,55 @@ def test_it_is_compiled_ahead(monkeypatch):
     assert {shape[1] for shape in called} == {131, 67, 192, 141}
 
 
-def test_ranks_cannot_share_it(monkeypatch):
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What each of two processes measured, in fp64."""
+    return two_ranks(own_ranks.measured, [()], tmp_path_factory.mktemp("ranks"))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("model", own_ranks.MODELS)
+def test_two_ranks_are_one_process_because_its_op_says_how(two, model, row):
+    """And so is a family whose mixers know nothing of ranks, whatever operations they call."""
+    assert max(rank[f"{model}: {row}"] for rank in two) <= 1e-10
+
+
+def test_how_ranks_share_it_is_reported(one_rank):
+    report = patch_report(patched(context_parallel=torch.distributed.group.WORLD))
+    assert report.context_parallel.startswith("1 ranks share each row: attention exchanges heads")
+    assert report.context_parallel.endswith("; leaky sum exchanges all tokens")
+
+
+def test_ranks_cannot_share_it_unless_it_says_how(monkeypatch):
     monkeypatch.setattr(ContextParallel, "world", 2)
+    alone = replace(brook_leaky_sum.OP, across_ranks=None)
+    monkeypatch.setitem(OPS, "leaky_sum", alone)
     with pytest.raises(PatchConflict, match="found leaky_sum under context parallelism"):
         patched(context_parallel=ContextParallel(None))
+    with pytest.raises(UnsupportedInput, match="rank's part of a row given to leaky_sum, which"):
+        alone.running("torch", shard_row(PackedSequence.from_lengths([3]), 0, 1))
+
+
+def test_ranks_whose_number_its_sizes_are_no_multiple_of_are_refused(monkeypatch):
+    monkeypatch.setattr(ContextParallel, "world", 3)
+    ways = {"row": Way(brook_leaky_sum.by_row, "all tokens", "query_heads")}
+    shared = replace(brook_leaky_sum.OP, across_ranks=AcrossRanks(ways))
+    monkeypatch.setitem(OPS, "leaky_sum", shared)
+    with pytest.raises(PatchConflict, match=r"leaky sum \(3 ranks do not divide 4 query heads\)"):
+        patched(context_parallel=ContextParallel(None))
+
+
+def test_a_mixer_that_exchanges_nothing_is_refused(one_rank, monkeypatch):
+    """Whatever its operation promises: what a backend returned of a part would leak in silence."""
+    op, model = brook_leaky_sum.OP, patched(context_parallel=torch.distributed.group.WORLD)
+
+    def by_backend(x, decay, packed, *, backend):
+        return op.backend(backend).running(packed)(x, decay, packed)
+
+    monkeypatch.setattr(brook_leaky_sum, "leaky_sum", by_backend)
+    with pytest.raises(UnsupportedInput, match="rank's part of a row given to by_tokens alone"):
+        model(**row_batch("positions", ROW).inputs)
 
 
 def test_no_shared_file_knows_operations_by_name():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable
 from hf_packfree.ops.attention import (
+    across_ranks,
     branches,
     cudnn,
     score_options,
@@ -23,10 +24,9 @@ from hf_packfree.ops.attention import (
 )
 from hf_packfree.ops.backend import Backend, LongDocuments, Target
 from hf_packfree.ops.in_graph import is_operator, operator
-from hf_packfree.ops.op import AcrossRanks, Op
+from hf_packfree.ops.op import AcrossRanks, Op, Way
 from hf_packfree.ops.tree_paths import attend_along_paths
-from hf_packfree.packing import PackedSequence
-from hf_packfree.packing.tree import refuse_tree
+from hf_packfree.packing import PackedSequence, refuse_shard
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class AttentionBackend(Backend):
     """One implementation of causal attention.
 
     Attributes:
-        with_history: attends in a row whose first document began before the row, see
-            `attention_with_history`; None: it cannot.
+        with_history: attends in a row whose first document began before the row: takes q
+            [1, T, H, D], k and v [1, h + T, HK, D] of the h tokens before the row and of the row,
+            and the record of the row's T tokens; None: it cannot.
         in_tree: attends in a row of shared prefixes; None: every path of the tree is run as a
             document, see `hf_packfree.ops.tree_paths`.
         with_options: attends with a window, a softcap or sinks, and with values of another size
@@ -60,6 +61,10 @@ def _unless_lacking(
 
 def _cudnn_takes(device: torch.device, sizes: Mapping[str, int]) -> bool:
     return not sizes.get("sinks") and cudnn.takes(sizes.get("head_size", 0), device)
+
+
+def _no_history(backend: AttentionBackend) -> str | None:
+    return "attends to no keys before a row" if backend.with_history is None else None
 
 
 _TRITON = frozenset({"window", "sinks"})
@@ -101,7 +106,20 @@ OP = Op(
         ),
     },
     loaded=True,
-    across_ranks=AcrossRanks("attention", "query_heads"),
+    across_ranks=AcrossRanks(
+        {
+            "auto": Way(
+                across_ranks.attend_by_row,
+                "heads, or keys and values in rows of short documents",
+                "query_heads",
+                _no_history,
+            ),
+            "heads": Way(across_ranks.attend_by_heads, "heads", "query_heads"),
+            "gather": Way(across_ranks.attend_by_keys, "keys and values", None, _no_history),
+        },
+        "attention",
+        not_with=score_options.WANTED,
+    ),
 )
 
 
@@ -150,16 +168,16 @@ def attention(
         q, k = q.to(v.dtype), k.to(v.dtype)
         values = q, k, v, scale, window, softcap, sinks, backend
         return _in_graph(packed, *values)  # type: ignore[no-any-return]
-    found = OP.backend(backend)
     scaled: dict[str, Any] = {"scale": scale}
     # only "torch" has dropout
     if dropout:
-        found, scaled["dropout"] = OP.backend("torch"), dropout
+        backend, scaled["dropout"] = "torch", dropout
+    found, attend = OP.backend(backend), OP.running(backend, packed)
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
     given = {name: value for name, value in options.items() if value is not None}
     needed = [*given, *["other_value_size"] * (q.shape[3] != v.shape[3])]
-    attend: Callable[..., Tensor] = found.running
     if needed:
+        refuse_shard(packed, f"attention with {' and '.join(needed)}")
         lacking = [score_options.WANTED[name] for name in needed if name not in found.takes]
         if lacking or found.with_options is None:
             raise BackendUnavailable(
@@ -172,7 +190,7 @@ def attention(
     attend = partial(attend, **scaled)
     if packed.tree is not None:
         return attend_along_paths(q, k, v, packed, attend)
-    return attend(q, k, v, packed)
+    return attend(q, k, v, packed)  # type: ignore[no-any-return]
 
 
 _in_graph = operator(
@@ -183,37 +201,4 @@ _in_graph = operator(
 )
 
 
-def attention_with_history(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedSequence,
-    *,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    backend: str = "torch",
-) -> Tensor:
-    """Attend causally within each document of a row whose first document began before the row.
-
-    Args:
-        q: [1, T, H, D].
-        k, v: [1, h + T, HK, D]: first of the h tokens of the first document that come before the
-            row, then of the row's tokens.
-        packed: the documents of the row of T tokens.
-        scale, dropout: see `attention`.
-        backend: a name in `OP.backends`.
-
-    Returns:
-        [1, T, H, D] in q's dtype: what `attention` gives the last T tokens of the row of h + T.
-
-    Raises:
-        BackendUnavailable: no backend has that name.
-    """
-    refuse_tree(packed, "in a row that began before")
-    attend: Any = OP.backend(backend).with_history
-    if dropout:
-        return torch_native.attend_with_history(q, k, v, packed, scale=scale, dropout=dropout)
-    return attend(q, k, v, packed, scale=scale)  # type: ignore[no-any-return]
-
-
-__all__ = ["OP", "AttentionBackend", "attention", "attention_with_history"]
+__all__ = ["OP", "AttentionBackend", "attention"]

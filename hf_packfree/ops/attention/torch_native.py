@@ -111,7 +111,7 @@ def attend_with_history(
     run: Callable[..., Tensor] = attend,
     **options: Any,
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention_with_history`; the history gets queries of zero,
+    """See `AttentionBackend.with_history`; the history gets queries of zero,
     whose output is dropped.
 
     Args:

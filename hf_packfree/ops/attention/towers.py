@@ -67,7 +67,7 @@ def tower_attention(
     Raises:
         BackendUnavailable: no backend has that name.
     """
-    attend = OP.backend(backend).running
+    attend = OP.running(backend, segments)
     return attend(q, k, v, segments, scale=scale)  # type: ignore[no-any-return]
 
 

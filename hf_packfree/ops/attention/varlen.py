@@ -91,7 +91,7 @@ def attend(
 def attend_with_history(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, *, scale: float | None = None
 ) -> Tensor:
-    """See `hf_packfree.ops.attention.attention_with_history`."""
+    """See `AttentionBackend.with_history`."""
     longer = packed.cached(with_history, k.shape[1] - q.shape[1])
     return attend(q, k, v, packed, scale=scale, of_keys=longer)
 

@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from hf_packfree.ops.backend import Backend
+from hf_packfree.ops.conv import across_ranks, torch_native, triton_native
 from hf_packfree.ops.conv import causal_conv1d as dao
-from hf_packfree.ops.conv import torch_native, triton_native
 from hf_packfree.ops.in_graph import is_operator, operator
-from hf_packfree.ops.op import AcrossRanks, Op
+from hf_packfree.ops.op import AcrossRanks, Op, Way
 from hf_packfree.ops.tree_paths import convolve_along_paths
 from hf_packfree.packing import PackedSequence
 
@@ -49,7 +49,7 @@ OP = Op(
         "causal_conv1d": ConvBackend(dao.causal_conv1d, dao.unusable, "causal-conv1d"),
         "torch": ConvBackend(torch_native.causal_conv1d),
     },
-    across_ranks=AcrossRanks("gdn"),
+    across_ranks=AcrossRanks({"context": Way(across_ranks.conv_with_context, "")}),
 )
 """Every convolution here is batch-invariant. But only with our Triton kernels does the convolution
 divide q and k by their L2 norms; otherwise FLA's delta rule does, in a kernel that is tuned by the
@@ -102,7 +102,7 @@ def causal_conv1d(
     _check_activation(activation)
     if is_operator(packed):
         return _conv_in_graph(packed, x, weight, bias, activation, backend)  # type: ignore[no-any-return]
-    run = OP.backend(backend).running
+    run = OP.running(backend, packed)
     if packed.tree is not None:
         run = partial(run, weight=weight, bias=bias, silu=activation is not None)
         return convolve_along_paths(x, packed, weight.shape[1], run)  # type: ignore[no-any-return]
@@ -143,7 +143,7 @@ def qkv_conv(
     Raises:
         ValueError, BackendUnavailable: as `causal_conv1d`.
     """
-    if packed.tree is not None:
+    if packed.tree is not None or packed.is_shard:
         convolve = partial(
             qkv_conv,
             weight=weight,
@@ -154,6 +154,9 @@ def qkv_conv(
             qk_l2norm=qk_l2norm,
             backend=backend,
         )
+        if packed.is_shard:
+            q, k, v = across_ranks.with_context(convolve, x, packed, weight.shape[-1])
+            return q, k, v
         return convolve_along_paths(x, packed, weight.shape[-1], convolve)  # type: ignore[no-any-return]
     in_one_pass = OP.backend(backend).qkv_conv
     if in_one_pass is not None and is_operator(packed):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import Backend, LongDocuments
 from hf_packfree.ops.delta_rule import (
+    across_ranks,
     fla,
     fla_segments,
     flash_qla,
@@ -24,10 +25,11 @@ from hf_packfree.ops.delta_rule.reference import (
 )
 from hf_packfree.ops.delta_rule.segments import Scans
 from hf_packfree.ops.in_graph import is_operator, operator
-from hf_packfree.ops.op import AcrossRanks, Op
+from hf_packfree.ops.op import AcrossRanks, Op, Way
 from hf_packfree.ops.tree_paths import delta_rule_along_paths
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
+from hf_packfree.parallel.costs import cheaper_for_gdn
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class DeltaRuleBackend(Backend):
         with_states: runs every document from an initial state and returns the final states, see
             `gated_delta_rule_with_states`; None: it cannot.
         scans: walks segments of documents in parallel, by which ranks that share a row exchange
-            states, see `hf_packfree.parallel.states`; None: it cannot.
+            states, see `hf_packfree.ops.delta_rule.across_ranks`; None: it cannot.
     """
 
     with_states: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -47,6 +49,10 @@ class DeltaRuleBackend(Backend):
 
 def _cuts(device: torch.device, sizes: Mapping[str, int]) -> bool:
     return flash_qla_segments.cuts_on(device)
+
+
+def _no_states(backend: DeltaRuleBackend) -> str | None:
+    return "gives no states" if backend.scans is None else None
 
 
 OP = Op(
@@ -83,7 +89,15 @@ OP = Op(
         ),
     },
     slow_in_eager=True,
-    across_ranks=AcrossRanks("gdn", "key_heads"),
+    across_ranks=AcrossRanks(
+        {
+            "heads": Way(across_ranks.delta_rule_by_heads, "heads", "key_heads"),
+            "state": Way(across_ranks.delta_rule_by_states, "states", None, _no_states),
+        },
+        "gdn",
+        of="Gated DeltaNet",
+        cheaper=cheaper_for_gdn,
+    ),
 )
 
 
@@ -163,7 +177,7 @@ def gated_delta_rule(
     if packed.tree is not None:
         walk = partial(gated_delta_rule_with_states, qk_l2norm=qk_l2norm, backend=backend)
         return delta_rule_along_paths((q, k, v, g, beta), packed, walk)
-    run = OP.backend(backend).running
+    run = OP.running(backend, packed)
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 

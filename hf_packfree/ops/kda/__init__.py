@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from hf_packfree.ops.backend import Backend
@@ -93,7 +91,7 @@ def kda(
     if is_operator(packed):
         values = q, k, v, g, beta, qk_l2norm, backend
         return _in_graph(packed, *values)  # type: ignore[no-any-return]
-    run: Any = OP.backend(backend).running
+    run = OP.running(backend, packed)
     return run(q, k, v, g, beta, packed, qk_l2norm)  # type: ignore[no-any-return]
 
 

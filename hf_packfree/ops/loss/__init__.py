@@ -110,7 +110,9 @@ def linear_cross_entropy(
         tensor(2.0794)
     """
     found = targets if isinstance(targets, Targets) else Targets.of(targets, ignore_index)
-    run = OP.backend(backend).running
+    run = OP.backend(backend).run
+    # which every backend of it has
+    assert run is not None
     return run(x, weight, found, bias)  # type: ignore[no-any-return]
 
 

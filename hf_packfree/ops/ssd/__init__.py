@@ -94,7 +94,7 @@ def ssd(
     refuse_tree(packed, "for Mamba-2's SSD, whose states nothing hands on to branches")
     if is_operator(packed):
         return _in_graph(packed, x, dt, A, B, C, D, backend)  # type: ignore[no-any-return]
-    run = OP.backend(backend).running
+    run = OP.running(backend, packed)
     return run(x, dt, A, B, C, D, packed)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule over a sharded row by exchange of states.
+"""The gated delta rule over a sharded row, by exchange of heads or of states.
 
 A shard maps the recurrent state before it to the one after it affinely, S' = M S + B, and the
 state's gradient too, dS = M^T dS' + C. So do the segments in which long documents are walked within
@@ -20,81 +20,87 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from hf_packfree.errors import BackendUnavailable
 from hf_packfree.once_differentiable import once_differentiable
-from hf_packfree.ops.conv import OP as CONV
-from hf_packfree.ops.conv import qkv_conv
-from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.ops.delta_rule.flash_qla_segments import parallel_segments
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
 from hf_packfree.ops.delta_rule.segments import Scans, Segments, fold, plan_segments
-from hf_packfree.packing import PackedSequence, shard_of
-from hf_packfree.parallel.collectives import Pending, start_gather
-from hf_packfree.parallel.conv import conv_with_context
+from hf_packfree.packing import PackedSequence, shard_of, uncompiled
+from hf_packfree.parallel.collectives import Pending, heads_to_tokens, send_heads, start_gather
 
 
-def conv_delta_rule_by_states(
-    x: Tensor,
-    weight: Tensor,
+@uncompiled
+def delta_rule_by_heads(
+    backend: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     g: Tensor,
     beta: Tensor,
     packed: PackedSequence,
-    heads: tuple[int, int],
-    sizes: tuple[int, int],
-    *,
-    bias: Tensor | None = None,
-    activation: str | None = "silu",
-    conv: str = "torch",
-    delta_rule: str = "torch",
+    qk_l2norm: bool,
 ) -> Tensor:
-    """Do what `conv_delta_rule` does, for any number of ranks.
+    """Run the rule with H / W key heads a rank and the value heads that read them, over all
+    tokens; W divides H. Args and returns as of `delta_rule_by_states`.
+    """
+    shard, sizes = shard_of(packed), (q.shape[3], k.shape[3], v.shape[3])
+    parts = [x[0].flatten(1) for x in (q, k, v)]
+    mixed, g, beta = exchange_heads(parts, g, beta, packed)
+    shares = mixed.split([part.shape[1] // shard.world for part in parts], -1)
+    heads = (x.unflatten(-1, (-1, size)) for x, size in zip(shares, sizes, strict=True))
+    out = backend.running(shard.row)(*heads, g, beta, shard.row, qk_l2norm)
+    return heads_to_tokens(out[0], shard.group)[None]
+
+
+def exchange_heads(
+    parts: Iterable[Tensor], g: Tensor, beta: Tensor, packed: PackedSequence
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all tokens of this rank's heads: what lies side by side [1, T, C / W], g and beta
+    [1, T, HV / W].
 
     Args:
-        x: [1, t, C]; weight: [C, taps] or [C, 1, taps]; g, beta: [1, t, HV]; bias: [C] or None.
+        parts: q, k and v [t, H K], [t, H K] and [t, HV V], convolved or not.
+        g, beta: [1, t, HV].
         packed: the record of the shard.
-        heads, sizes: (H, HV) and (K, V).
-        activation, conv, delta_rule: of `conv_delta_rule`; that of the delta rule has `scans`.
+    """
+    group = shard_of(packed).group
+    # while what follows is put in order
+    sent = send_heads([torch.stack([g[0], beta[0].to(g.dtype)], 2)], group)
+    mixed = send_heads(parts, group).receive().flatten(0, 1)
+    gates = sent.receive().flatten(0, 1)
+    return mixed[None], gates[None, ..., 0], gates[None, ..., 1].to(beta.dtype)
+
+
+@uncompiled
+def delta_rule_by_states(
+    backend: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    packed: PackedSequence,
+    qk_l2norm: bool,
+) -> Tensor:
+    """Run the rule on this rank's tokens, for any number of ranks.
+
+    Args:
+        backend: a `DeltaRuleBackend`; here with `scans`.
+        q, k, v, g, beta, qk_l2norm: see `hf_packfree.ops.delta_rule.gated_delta_rule`, of t tokens.
+        packed: the record of the shard.
 
     Returns:
         [1, t, HV, V].
-
-    Raises:
-        BackendUnavailable: that backend of the delta rule gives no states.
     """
-    scans = DELTA_RULE.backend(delta_rule).scans
-    if scans is None:
-        able = [name for name, backend in DELTA_RULE.backends.items() if backend.scans is not None]
-        raise BackendUnavailable(
-            f"found the delta rule on {delta_rule!r} under context parallelism that exchanges "
-            f"states; wanted it on {' or '.join(able)}; name one as backend, or exchange heads: "
-            "ContextParallel(group, gdn='heads')"
-        )
-    in_conv = CONV.backend(conv).qkv_conv is not None
-
-    def convolve(x: Tensor, packed: PackedSequence) -> tuple[Tensor, ...]:
-        return qkv_conv(
-            x,
-            weight,
-            packed,
-            heads,
-            sizes,
-            bias=bias,
-            activation=activation,
-            qk_l2norm=in_conv,
-            backend=conv,
-        )
-
-    q, k, v = conv_with_context(convolve, x, packed, weight.shape[-1] - 1)
-    if not in_conv:
+    if qk_l2norm:
         q, k = map(rounded_l2norm, (q, k))
-    segments = packed.cached(_segments, _parallel_segments(v, delta_rule))
-    return _Rule.apply(q, k, v, g, beta, packed, segments, scans)  # type: ignore[no-any-return]
+    segments = packed.cached(_segments, _parallel_segments(v, backend))
+    return _Rule.apply(q, k, v, g, beta, packed, segments, backend.scans)  # type: ignore[no-any-return]
 
 
-def _parallel_segments(v: Tensor, backend: str) -> int:
+def _parallel_segments(v: Tensor, backend: Any) -> int:
     """Return how many segments the device scans in parallel; 0: documents are scanned whole."""
-    long = DELTA_RULE.backend(backend).long
-    return parallel_segments(v, v.shape[2]) if long is not None and long.takes(v.device, {}) else 0
+    cuts = backend.long is not None and backend.long.takes(v.device, {})
+    return parallel_segments(v, v.shape[2]) if cuts else 0
 
 
 def _segments(packed: PackedSequence, parallel: int) -> Segments:

@@ -14,35 +14,53 @@ from torch import Tensor, cat
 from torch.autograd import Function
 
 from hf_packfree.once_differentiable import once_differentiable
-from hf_packfree.packing import PackedSequence, shard_of
+from hf_packfree.ops.backend import Backend
+from hf_packfree.packing import PackedSequence, shard_of, uncompiled, without_row
 from hf_packfree.parallel.collectives import send_left_context
-
-Convolution = Callable[[Tensor, PackedSequence], tuple[Tensor, ...]]
 
 
 def conv_with_context(
-    conv: Convolution, x: Tensor, packed: PackedSequence, reach: int
+    backend: Backend,
+    x: Tensor,
+    weight: Tensor,
+    packed: PackedSequence,
+    bias: Tensor | None,
+    silu: bool,
+) -> Tensor:
+    """Convolve a shard as a part of its row; args and returns as of `Backend.run`."""
+
+    def conv(x: Tensor, packed: PackedSequence) -> tuple[Tensor, ...]:
+        return (backend.running(packed)(x, weight, packed, bias, silu),)
+
+    return with_context(conv, x, packed, weight.shape[1])[0]
+
+
+@uncompiled
+def with_context(
+    conv: Callable[..., tuple[Tensor, ...]],
+    x: Tensor,
+    packed: PackedSequence,
+    taps: int,
 ) -> tuple[Tensor, ...]:
-    """Convolve a shard as a part of its row.
+    """Return what `conv` would return of a shard's tokens in the whole row.
 
     Args:
-        conv: takes x [1, t, C] and its record, and returns fresh tensors [1, t, ...] that its
-            backward does not need: their first tokens are overwritten in place.
+        conv: takes x [1, t, C] and, as `packed`, its documents, and returns fresh tensors
+            [1, t, ...] that its backward does not need: their first tokens are overwritten.
         x: [1, t, C], this rank's.
         packed: the record of the shard.
-        reach: how many tokens before it a token reads.
-
-    Returns:
-        What `conv` would return of these tokens in the whole row.
+        taps: how many tokens an output reads, its own included.
     """
+    reach, alone = taps - 1, without_row(packed)
     if not (reach and shard_of(packed).is_cut):
-        return conv(x, packed)
+        return conv(x, packed=alone)
     count = min(reach, packed.lengths[0])
     x, first, last = _Edges.apply(x, count, min(reach, packed.num_tokens))
     receive = send_left_context(last[0], shard_of(packed), reach)
-    found = conv(x, packed)
+    found = conv(x, packed=alone)
     left = receive()
-    again = conv(cat([left, first[0]])[None], packed.cached(_one_document, len(left) + count))
+    longer = packed.cached(_one_document, len(left) + count)
+    again = conv(cat([left, first[0]])[None], packed=longer)
     return _Replaced.apply(*found, *(part[:, len(left) :] for part in again))  # type: ignore[no-any-return]
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.attention import attention, attention_with_history
-from hf_packfree.packing import PackedSequence, shard_of
+from hf_packfree.packing import PackedSequence, shard_of, uncompiled
 from hf_packfree.parallel.collectives import heads_to_tokens, send_heads, send_left_context
 from hf_packfree.parallel.costs import keys_cost_less
 
 
+@uncompiled
 def attend_by_heads(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
+    backend: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
     """Attend with H / W query heads a rank, over all tokens (Jacobs et al., DeepSpeed-Ulysses,
     arXiv:2309.14509).
@@ -27,10 +27,11 @@ def attend_by_heads(
     read.
 
     Args:
+        backend: an `AttentionBackend`.
         q: [1, t, H, D], rotated by positions in the document; W divides H.
         k, v: [1, t, HK, D].
         packed: the record of the shard.
-        options: of `hf_packfree.ops.attention.attention`.
+        options: of `Backend.run`.
 
     Returns:
         [1, t, H, D].
@@ -42,11 +43,13 @@ def attend_by_heads(
     heads = [x.shape[2] // shard.world for x in (q, k, v)]
     mine = send_heads([x[0] for x in (q, k, v)], shard.group).receive().flatten(0, 1)
     q, k, v = (x[None] for x in mine.split(heads, 1))
-    return heads_to_tokens(attention(q, k, v, shard.row, **options)[0], shard.group)[None]
+    attended = backend.running(shard.row)(q, k, v, shard.row, **options)
+    return heads_to_tokens(attended[0], shard.group)[None]
 
 
+@uncompiled
 def attend_by_keys(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
+    backend: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
     """Attend with this rank's queries to its own keys and those before them, which are gathered;
     for any number of heads.
@@ -54,21 +57,21 @@ def attend_by_keys(
     Only the ends of shards are sent that are of documents which go on; but the more of a document
     is on earlier ranks, the longer this one works.
 
-    Args and returns: as of `attend_by_heads`; options of
-    `hf_packfree.ops.attention.attention_with_history`.
+    Args and returns: as of `attend_by_heads`.
     """
     shard, heads = shard_of(packed), k.shape[2]
     if not shard.sent:
-        return attention_with_history(q, k, v, packed, **options)
+        return backend.with_history(q, k, v, packed, **options)  # type: ignore[no-any-return]
     # only what other ranks may need
     ends = torch.cat([x[0, x.shape[1] - shard.sent :] for x in (k, v)], 1)
     left = send_left_context(ends, shard)()[None]
     k, v = torch.cat([left[:, :, :heads], k], 1), torch.cat([left[:, :, heads:], v], 1)
-    return attention_with_history(q, k, v, packed, **options)
+    return backend.with_history(q, k, v, packed, **options)  # type: ignore[no-any-return]
 
 
+@uncompiled
 def attend_by_row(
-    q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
+    backend: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
     """Attend by keys or by heads, whichever takes less time in this row, the same on all ranks:
     with short documents there are few keys to gather, but still all heads to exchange.
@@ -77,12 +80,8 @@ def attend_by_row(
     """
     sizes = q.shape[2], k.shape[2], q.shape[3]
     cheaper = packed.cached(_keys_cost_less, *sizes)
-    return (attend_by_keys if cheaper else attend_by_heads)(q, k, v, packed, **options)
+    return (attend_by_keys if cheaper else attend_by_heads)(backend, q, k, v, packed, **options)
 
 
 def _keys_cost_less(packed: PackedSequence, heads: int, key_heads: int, size: int) -> bool:
     return keys_cost_less(shard_of(packed), heads, key_heads, size)
-
-
-SHARED = {"heads": attend_by_heads, "gather": attend_by_keys, "auto": attend_by_row}
-"""By the name of the way."""
