@@ -17,7 +17,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_packfree import PackFreeCallback, apply_patches
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedInput
-from hf_packfree.models.entry import UNPACKED
+from hf_packfree.models.call import UNPACKED
 from hf_packfree.mtp import MTPOptions
 from hf_packfree.trainer.training_run import PATIENCE, Counts, FirstBatch, TrainingRun
 from hf_packfree.verify.first_batch import first_batch_influence

@@ -9,7 +9,7 @@ import torch
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import LeakDetected
-from hf_packfree.models.entry import UNPACKED
+from hf_packfree.models.call import UNPACKED
 from hf_packfree.trainer.training_run import TrainingRun, outermost
 from hf_packfree.verify.first_batch import first_batch_influence
 from tests.models import omni

@@ -8,11 +8,10 @@ from typing import Any
 from torch import nn
 
 from hf_packfree.models.base import Replacement, upstream_of
-from hf_packfree.models.compat import cache_of
-from hf_packfree.models.entry import UNPACKED, enter, is_batch
+from hf_packfree.models.call import Call
+from hf_packfree.models.entry import enter
 from hf_packfree.models.head_loss import LossOfCall
 from hf_packfree.models.trunk import check_model_of
-from hf_packfree.packing import PackedSequence
 
 
 class Head(Replacement):
@@ -36,7 +35,7 @@ class Head(Replacement):
             # which is an error of upstream's to raise
             if arguments is None:
                 return upstream.forward(self, *args, **kwargs)
-            return self._forward_as_row(upstream.forward, arguments)
+            return self._forward_as_row(upstream.forward, Call(self, arguments))
 
         functools.update_wrapper(forward, upstream.forward)
         replaced: Any = cls
@@ -62,22 +61,14 @@ class Head(Replacement):
     def _loss(self) -> Any:
         return self.__dict__.get("loss_function") or self._upstream_loss(self)
 
-    def _enter(
-        self, arguments: dict[str, Any], *, drop_padding: bool = True
-    ) -> PackedSequence | None:
-        packed = enter(self, arguments, drop_padding=drop_padding)
-        if packed is not None:
+    def _enter(self, call: Call, *, drop_padding: bool = True) -> Call:
+        call = enter(call, drop_padding=drop_padding)
+        if call.packed is not None:
             check_model_of(self)
-        return packed
+        return call
 
-    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+    def _forward_as_row(self, upstream: Any, call: Call) -> Any:
         raise NotImplementedError
-
-
-def is_whole_batch(arguments: dict[str, Any]) -> bool:
-    """Whether this is a batch without a cache whose documents the head has to know for its loss."""
-    fresh = cache_of(arguments) is None and arguments.get("packed_sequence") is not UNPACKED
-    return fresh and is_batch(arguments)
 
 
 def forget_losses(output: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.models.base_head import Head, forget_losses, is_whole_batch
-from hf_packfree.models.entry import keep_padding
+from hf_packfree.models.base_head import Head, forget_losses
+from hf_packfree.models.call import Call
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.row import as_requested
 from hf_packfree.packing import repad
@@ -20,25 +20,26 @@ class _Classifier(Head):
     `_reads_padding` says so.
     """
 
-    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
-        if not is_whole_batch(arguments):
-            return upstream(self, **arguments)
-        packed = self._enter(arguments)
+    def _forward_as_row(self, upstream: Any, call: Call) -> Any:
+        if not call.is_whole_batch:
+            return upstream(self, **call.arguments)
+        call = self._enter(call)
+        packed = call.packed
         refuse_tree(packed, f"with a {type(self).__name__}")
         if packed is not None and packed.num_documents == 0:
-            output = upstream(self, **arguments | {"return_dict": True})
+            output = upstream(self, **call.arguments | {"return_dict": True})
             forget_losses(output)
-            return as_requested(output, arguments, self.config)
+            return as_requested(output, call, self.config)
         dropped = packed is not None and packed.plain and packed.indices is not None
         if (
             packed is not None
             and dropped
-            and self._reads_padding(repad(packed.is_real(), packed), arguments)
+            and self._reads_padding(repad(packed.is_real(), packed), call)
         ):
-            keep_padding(packed, arguments)
-        return upstream(self, **arguments)
+            call = call.with_padding()
+        return upstream(self, **call.arguments)
 
-    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+    def _reads_padding(self, real: Tensor, call: Call) -> bool:
         """Whether outputs at padding enter the result or the loss; `real` is bool [B, S]."""
         raise NotImplementedError
 
@@ -50,8 +51,8 @@ class SequenceHead(_Classifier):
 
     endings = ("ForSequenceClassification",)
 
-    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
-        pad, ids = self.config.get_text_config().pad_token_id, arguments.get("input_ids")
+    def _reads_padding(self, real: Tensor, call: Call) -> bool:
+        pad, ids = self.config.get_text_config().pad_token_id, call.get("input_ids")
         # upstream reads the last token of every row
         if pad is None or ids is None:
             return not bool(real[:, -1].all())
@@ -64,8 +65,8 @@ class TokenHead(_Classifier):
 
     endings = ("ForTokenClassification",)
 
-    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
-        labels = arguments.get("labels")
+    def _reads_padding(self, real: Tensor, call: Call) -> bool:
+        labels = call.get("labels")
         # which is an error of upstream's to raise
         if labels is None or labels.numel() != real.numel():
             return labels is not None
@@ -75,5 +76,5 @@ class TokenHead(_Classifier):
 class SpanHead(_Classifier):
     """Start and end of an answer's span: upstream's softmax runs over padding too."""
 
-    def _reads_padding(self, real: Tensor, arguments: dict[str, Any]) -> bool:
+    def _reads_padding(self, real: Tensor, call: Call) -> bool:
         return True

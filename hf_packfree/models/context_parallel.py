@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.entry import has_media, of_media, wants_all_logits
+from hf_packfree.models.call import Call, of_media
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.rope_index import SECONDS
 from hf_packfree.models.same_batch import refuse_other_ranks
@@ -201,23 +201,19 @@ _SHARED = {*FEATURES.values(), *GRIDS, *SECONDS, "feature_attention_mask", "audi
 """Arguments of media of which each rank takes its own."""
 
 
-def check_call(config: Any, row: dict[str, Any]) -> None:
-    """Refuse a head's arguments that a shard cannot serve.
-
-    Args:
-        config: of the model, which says what is wanted where a call does not.
-        row: the arguments, by name.
+def check_call(call: Call) -> None:
+    """Refuse a head's call that a shard cannot serve.
 
     Raises:
         UnsupportedInput: see there.
     """
-    _check_media(row)
+    _check_media(call)
     of_layers = ("output_attentions", "output_hidden_states")
     wanted = {
-        name: getattr(config, name, None) if row.get(name) is None else row[name]
+        name: getattr(call.module.config, name, None) if call.get(name) is None else call.get(name)
         for name in of_layers
     }
-    wanted["logits_to_keep"] = None if wants_all_logits(row) else row["logits_to_keep"]
+    wanted["logits_to_keep"] = None if call.wants_all_logits else call.get("logits_to_keep")
     for name, value in wanted.items():
         if value is not None and value is not False:
             raise UnsupportedInput(
@@ -226,11 +222,11 @@ def check_call(config: Any, row: dict[str, Any]) -> None:
             )
 
 
-def _check_media(row: dict[str, Any]) -> None:
+def _check_media(call: Call) -> None:
     """Refuse media that cannot be given to the ranks that hold their placeholders."""
     made = [
         name
-        for name, value in row.items()
+        for name, value in call.arguments.items()
         if of_media(name) and name not in _SHARED and value is not None
     ]
     if made:
@@ -238,7 +234,7 @@ def _check_media(row: dict[str, Any]) -> None:
             f"found {made[0]} under context parallelism, made for the media of the whole row; "
             "wanted pixels and audio features, of which each rank takes its own; leave it out"
         )
-    if has_media(row) and row.get("input_ids") is None:
+    if call.has_media and call.get("input_ids") is None:
         raise UnsupportedInput(
             "found media with inputs_embeds under context parallelism; wanted input_ids, whose "
             "placeholders say which rank computes what; pass input_ids"

@@ -5,7 +5,7 @@ the row [1, T].
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import compat
 from hf_packfree.models.attention import attention_route
+from hf_packfree.models.call import UNPACKED, UNREAD, Call
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.row_adapters import (
     refuse_prompts_from_above,
@@ -21,7 +22,6 @@ from hf_packfree.models.row_adapters import (
 from hf_packfree.models.state import state_of
 from hf_packfree.models.tree_checks import check_tree_call
 from hf_packfree.packing import (
-    Batch,
     PackedSequence,
     PackingInputs,
     resolve_boundaries,
@@ -31,206 +31,109 @@ from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.mrope_rows import is_text
 from hf_packfree.packing.tree_keywords import RECORD
 
-UNREAD = None
-"""The value of `packed_sequence` where the batch was not read yet."""
-UNPACKED = False
-"""Its value where the batch was read, and runs as upstream runs it."""
-_MEDIA = (
-    "pixel_values",
-    "pixel_values_videos",
-    "image_grid_thw",
-    "video_grid_thw",
-    "mm_encoder_outputs",
-    "input_features",
-    "feature_attention_mask",
-    "audio_feature_lengths",
-)
-_OF_MEDIA = ("image_", "video_", "audio_")
-"""What the names of further arguments of towers start with."""
 
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call of a head or text model, from which document boundaries are read.
-
-    Attributes:
-        module: head or text model.
-        arguments: of its forward, by name, without the packing keywords.
-        inputs: the packing keywords, position_ids and attention_mask.
-    """
-
-    module: Any
-    arguments: Mapping[str, Any]
-    inputs: PackingInputs
-
-    @property
-    def config(self) -> Any:
-        """Of the text model."""
-        return self.module.config.get_text_config()
-
-    @property
-    def batch(self) -> Batch:
-        """The tokens: ids, or else embeddings."""
-        ids = self.arguments.get("input_ids")
-        if ids is None:
-            return Batch(self.arguments["inputs_embeds"])
-        return Batch(ids, getattr(self.config, "pad_token_id", None))
-
-    @property
-    def cache(self) -> Any:
-        """transformers' cache, or None."""
-        return compat.cache_of(self.arguments)
-
-    @property
-    def generates(self) -> bool:
-        """Whether `generate()` may have made the call, see `can_generate`."""
-        return can_generate(self.module, self.arguments)
-
-    @property
-    def is_misread(self) -> bool:
-        """Whether upstream misreads a row of one document: with media and boundaries it makes no
-        positions, unless token types came too.
-        """
-        inputs = self.inputs
-        unnumbered = inputs.named and inputs.position_ids is None
-        unmasked = compat.MISREADS_IMAGES_WITHOUT_MASK and inputs.attention_mask is None
-        return has_media(self.arguments) and (unnumbered or unmasked)
-
-    def runs_here(self) -> bool:
-        """Whether rows of one document may run in the patched layers, because the call asks for
-        nothing that only upstream has.
-
-        That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the
-        longest position of the batch, or images whose tokens count like text, or came without
-        their ids. Upstream builds a cache by default outside training; no loss needs one, and
-        where rows of one document run here only `use_cache=True` builds one.
-        """
-        given, positions, config = self.arguments, self.inputs.position_ids, self.config
-        if has_media(given) and (
-            given.get("input_ids") is None if positions is None else is_text(positions)
-        ):
-            return False
-        use_cache, wants_weights = given.get("use_cache"), given.get("output_attentions")
-        if use_cache is None:
-            needless = (
-                self.module.training
-                or given.get("labels") is not None
-                or state_of(self.module).runs_unpacked
-            )
-            use_cache = not needless and getattr(config, "use_cache", False)
-        if self.cache is not None or use_cache:
-            return False
-        if wants_weights is None:
-            wants_weights = getattr(config, "output_attentions", False)
-        is_causal = given.get("is_causal", getattr(config, "is_causal", True))
-        return not wants_weights and is_causal is not False and has_fixed_frequencies(config)
-
-
-def enter(
-    module: Any, arguments: dict[str, Any], *, drop_padding: bool = True
-) -> PackedSequence | None:
-    """Return the record of a forward: the one that came down, or, in the outermost patched module,
+def enter(call: Call, *, drop_padding: bool = True) -> Call:
+    """Return a call with its record: the one that came down, or, in the outermost patched module,
     read from the batch.
 
-    Afterwards `arguments` have no packing keywords any more, and `packed_sequence`, which patched
-    modules below only receive.
+    Its arguments have no packing keywords any more, and `packed_sequence`, which patched modules
+    below only receive.
 
     Args:
-        module: head or text model, whose settings decide which rows of one document run in the
-            patched layers.
-        arguments: all of the forward's, by name; changed in place.
+        call: of a module whose settings decide which rows of one document run in the patched
+            layers.
         drop_padding: False keeps the padding of rows of one document.
 
     Raises:
         BoundaryError, BoundaryConflict, CacheConflict: see `read_call`.
         UnsupportedInput: see `check_tree_call`.
     """
+    arguments, module = dict(call.arguments), call.module
     found = arguments.pop("packed_sequence", UNREAD)
-    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    positions, mask = call.get("position_ids"), call.get("attention_mask")
     inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
     tree = isinstance(found, PackedSequence) and (found.tree is not None or bool(inputs.tree))
     if tree:
         # the caller's, or what came down: it is compared with what else is given
         inputs = replace(inputs, tree={**inputs.tree, RECORD: found})
     if found is UNREAD or tree:
-        call, state = Call(module, arguments, inputs), state_of(module)
+        state = state_of(module)
         # reading boundaries waits for the GPU, which this need not
         if module.training:
             state.graphs.look()
-        ours = call.runs_here()
+        ours = _runs_here(call)
         found = read_call(
             call,
+            inputs,
             drop_padding=drop_padding and ours and state.padded != "upstream",
             drop_all=ours and not call.generates,
-            unpacked=ours and (call.is_misread or state.runs_unpacked),
+            unpacked=ours and (_is_misread(call, inputs) or state.runs_unpacked),
         )
         if module.training and isinstance(found, PackedSequence):
             state.graphs.looked_for(found)
     packed: PackedSequence | None = None if found is UNPACKED else found
     if packed is not None and packed.tree is not None:
-        check_tree_call(module, packed, media=has_media(arguments))
+        check_tree_call(call, packed)
         # which modules below need not compare again
         arguments["position_ids"] = None
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
-    return packed
+    return Call(module, arguments, packed)
 
 
-def is_batch(arguments: Mapping[str, Any]) -> bool:
-    """Whether there are tokens to read, ids or embeddings; otherwise upstream raises its own
-    error.
+def _is_misread(call: Call, inputs: PackingInputs) -> bool:
+    """Whether upstream misreads a row of one document: with media and boundaries it makes no
+    positions, unless token types came too.
     """
-    given = [
-        arguments[name]
-        for name in ("input_ids", "inputs_embeds")
-        if arguments.get(name) is not None
-    ]
-    return len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim >= 2
+    unnumbered = inputs.named and inputs.position_ids is None
+    unmasked = compat.MISREADS_IMAGES_WITHOUT_MASK and inputs.attention_mask is None
+    return call.has_media and (unnumbered or unmasked)
 
 
-def keep_padding(packed: PackedSequence, arguments: dict[str, Any]) -> None:
-    """Leave padded rows of one document each to upstream, in releases that read their padding
-    right.
+def _runs_here(call: Call) -> bool:
+    """Whether rows of one document may run in the patched layers, because the call asks for
+    nothing that only upstream has.
+
+    That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the
+    longest position of the batch, or images whose tokens count like text, or came without
+    their ids. Upstream builds a cache by default outside training; no loss needs one, and
+    where rows of one document run here only `use_cache=True` builds one.
     """
-    if not (compat.MISREADS_PADDING_OF_ONE_ROW and packed.batch_shape[0] == 1):
-        arguments["packed_sequence"] = UNPACKED
-
-
-def has_media(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call has images, videos or audio, or features of them."""
-    return any(arguments.get(name) is not None for name in _MEDIA)
-
-
-def of_media(name: str) -> bool:
-    """Whether an argument of a forward belongs to media, so that its dimensions are not the
-    batch's, though they may be equal by chance.
-    """
-    return name in _MEDIA or name.startswith(_OF_MEDIA)
-
-
-def wants_all_logits(arguments: Mapping[str, Any]) -> bool:
-    """Whether a head's call wants the logits of every token."""
-    kept = arguments.get("logits_to_keep", 0)
-    return isinstance(kept, int) and kept == 0
-
-
-def can_generate(module: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether `generate()` may have made the call: in evaluation, without labels, for the logits of
-    some tokens only.
-    """
-    return (
-        not wants_all_logits(arguments) and not module.training and arguments.get("labels") is None
-    )
+    positions, config = call.get("position_ids"), call.config
+    if call.has_media and (
+        call.get("input_ids") is None if positions is None else is_text(positions)
+    ):
+        return False
+    use_cache, wants_weights = call.get("use_cache"), call.get("output_attentions")
+    if use_cache is None:
+        needless = (
+            call.module.training
+            or call.get("labels") is not None
+            or state_of(call.module).runs_unpacked
+        )
+        use_cache = not needless and getattr(config, "use_cache", False)
+    if call.cache is not None or use_cache:
+        return False
+    if wants_weights is None:
+        wants_weights = getattr(config, "output_attentions", False)
+    is_causal = call.get("is_causal", getattr(config, "is_causal", True))
+    return not wants_weights and is_causal is not False and has_fixed_frequencies(config)
 
 
 @uncompiled
 def read_call(
-    call: Call, *, drop_padding: bool = False, drop_all: bool = False, unpacked: bool = False
+    call: Call,
+    inputs: PackingInputs,
+    *,
+    drop_padding: bool = False,
+    drop_all: bool = False,
+    unpacked: bool = False,
 ) -> PackedSequence | None:
     """Build the record of one forward, or return None where upstream is exact as it is.
 
     Args:
         call: the forward's.
-        drop_padding: build a record for padded rows of one document too, see `Call.runs_here`.
+        inputs: what of it can describe documents.
+        drop_padding: build a record for padded rows of one document too.
         drop_all: build one for a batch of nothing but padding.
         unpacked: build one for rows of one document without padding too.
 
@@ -240,8 +143,8 @@ def read_call(
         CacheConflict: several documents together with a cache.
         UnsupportedModel: PEFT's adapters work on whole rows, see `row_adapters`.
     """
-    inputs, batch, cache = call.inputs, call.batch, call.cache
-    refuse_prompts_from_above(call.arguments.get("inputs_embeds"))
+    batch, cache = call.batch, call.cache
+    refuse_prompts_from_above(call.get("inputs_embeds"))
     rows, tokens = batch.shape
     seen = compat.tokens_seen(cache)
     if seen and tokens == 1 and not inputs.named:

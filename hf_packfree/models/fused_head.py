@@ -8,7 +8,6 @@ answer run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import getclosurevars
 from types import FunctionType
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.entry import wants_all_logits
+from hf_packfree.models.call import Call, Run
 from hf_packfree.models.head_log_probs import Question, layer_log_probs
 from hf_packfree.models.head_loss import HeadOfCall, last_layer
 from hf_packfree.models.labels import IGNORED, refuse_unshifted
@@ -97,59 +96,55 @@ def _read(forward: Any) -> FusedHead:
     return FusedHead(forward, found.globals["FusedCausalLMOutput"], names, question)
 
 
-Run = Callable[[Any, dict[str, Any]], Any]
-"""A head's way through: upstream's forward, or what stands for it, and the call's arguments."""
-
-
-def run_fused_head(head: Any, upstream: Any, given: dict[str, Any], run: Run) -> Any:
-    """Return what TRL's fused head does with these arguments.
+def run_fused_head(call: Call, upstream: Any, run: Run) -> Any:
+    """Return what TRL's fused head does in a call.
 
     Args:
-        head: patched, to which TRL has added it.
+        call: of a patched head to which TRL has added it, without `fused_lm_head`.
         upstream: the forward of the head's class before.
-        given: the call's arguments, without `fused_lm_head`.
 
     Raises:
         UnsupportedInput: ranks of a group share each row; or see `refuse_unshifted`.
     """
+    head = call.module
     fused = fused_head_of(head)
-    if fused is None or not _is_ours(head, given):
+    if fused is None or not _is_ours(call):
         # labels alone TRL's forward shifts by itself
-        if has_tree(given) and given.get("shift_labels") is None:
-            refuse_unshifted(given)
-        return vars(head)[FORWARD_BEFORE.name](**given, fused_lm_head=True)
+        if has_tree(call.arguments) and call.get("shift_labels") is None:
+            refuse_unshifted(call)
+        return vars(head)[FORWARD_BEFORE.name](**call.arguments, fused_lm_head=True)
     if state_of(head).context_parallel is not None:
         raise UnsupportedInput(
             "found TRL's fused head (fused_lm_head=True) under context parallelism; wanted a "
             "trainer that calls the model with labels alone; train with transformers' Trainer, or "
             "without context parallelism"
         )
-    shifted = given.get("shift_labels")
-    call = _Call(head, upstream, fused.question)
+    shifted = call.get("shift_labels")
+    forward = _Forward(head, upstream, fused.question)
     more: dict[str, Any] = {"use_cache": False, "return_dict": True}
-    if given.get("labels") is None:
+    if call.get("labels") is None:
         more["labels"] = shifted
     # vision-language models read it nowhere else
-    if getattr(head.config.get_text_config(), "output_router_logits", False):
-        more["output_router_logits"] = given.get("output_router_logits", True)
-    output = run(call, given | more)
-    if call.found is None:
+    if getattr(call.config, "output_router_logits", False):
+        more["output_router_logits"] = call.get("output_router_logits", True)
+    output = run(forward, call.having(**more))
+    if forward.found is None:
         # a batch that stays upstream's, bit for bit
-        return fused.forward(**call.row, fused_lm_head=True)
-    fields = call.fields(fused.names)
+        return fused.forward(**forward.row, fused_lm_head=True)
+    fields = forward.fields(fused.names)
     if shifted is None:
         # of the last token of a row nothing is asked
         fields = {name: one[:, :-1] for name, one in fields.items()}
     return fused.output(loss=output.loss, aux_loss=output.get("aux_loss"), **fields)
 
 
-def _is_ours(head: Any, given: dict[str, Any]) -> bool:
-    has_labels = any(given.get(name) is not None for name in ("labels", "shift_labels"))
-    in_order = has_labels and wants_all_logits(given) and last_layer(head)[1] is not None
+def _is_ours(call: Call) -> bool:
+    has_labels = any(call.get(name) is not None for name in ("labels", "shift_labels"))
+    in_order = has_labels and call.wants_all_logits and last_layer(call.module)[1] is not None
     return in_order and not torch.compiler.is_compiling()
 
 
-class _Call:
+class _Forward:
     """Stands for upstream's forward in one call of a head, and keeps what was found.
 
     The head's last layer only notes the hidden states, and its loss computes the log-probabilities

@@ -16,15 +16,10 @@ from torch import Tensor
 from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import half_for, put_in_front
-from hf_packfree.models.base_head import Head, forget_losses, is_whole_batch
+from hf_packfree.models.base_head import Head, forget_losses
+from hf_packfree.models.call import Call
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
 from hf_packfree.models.context_parallel import check_call, forward_shard
-from hf_packfree.models.entry import (
-    can_generate,
-    has_media,
-    keep_padding,
-    wants_all_logits,
-)
 from hf_packfree.models.fused_head import is_fused_head, run_fused_head
 from hf_packfree.models.head_loss import HeadOfCall, taken_by
 from hf_packfree.models.labels import (
@@ -60,45 +55,44 @@ class PackedHead(Head, metaclass=HeadType):
         else:
             super().__setattr__(name, value)
 
-    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
-        if arguments.pop("fused_lm_head", False):
-            return run_fused_head(self, upstream, arguments, self._forward_with_loss)
+    def _forward_as_row(self, upstream: Any, call: Call) -> Any:
+        if call.arguments.pop("fused_lm_head", False):
+            return run_fused_head(call, upstream, self._forward_with_loss)
         if (fused := verls_forward_of(self, upstream)) is not None:
-            return run_verls_head(self, fused, arguments, self._forward_with_loss)
-        return self._forward_with_loss(upstream, arguments)
+            return run_verls_head(call, fused, self._forward_with_loss)
+        return self._forward_with_loss(upstream, call)
 
-    def _forward_with_loss(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+    def _forward_with_loss(self, upstream: Any, call: Call) -> Any:
         """Run upstream's forward on the row [1, T]; on the arguments as they are where there is
         none.
 
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
-        if not is_whole_batch(arguments):
-            return upstream(self, **arguments)
+        if not call.is_whole_batch:
+            return upstream(self, **call.arguments)
         # generation without a cache stays upstream's, its padding included
-        all_logits = wants_all_logits(arguments)
+        all_logits = call.wants_all_logits
         drop_padding = (
             all_logits
             or self.training
-            or (state_of(self).runs_unpacked and not _goes_on_from_padding(arguments))
+            or (state_of(self).runs_unpacked and not _goes_on_from_padding(call))
         )
-        packed = self._enter(arguments, drop_padding=drop_padding)
-        if packed is None:
-            return upstream(self, **arguments)
+        call = self._enter(call, drop_padding=drop_padding)
+        if call.packed is None:
+            return upstream(self, **call.arguments)
         settings = state_of(self).context_parallel
         if settings is not None:
-            check_call(self.config, arguments)
-        packed, loss = self._loss_arguments(arguments, packed, all_logits)
+            check_call(call)
+        packed, loss = self._loss_arguments(call, call.packed)
         if loss is None:
-            keep_padding(packed, arguments)
-            return upstream(self, **arguments)
-        row = (_row_arguments if all_logits else _batch_arguments)(arguments, packed) | loss
-        ignored = arguments.get("ignore_index", IGNORED)
-        waits = _can_wait() and not can_generate(self, arguments)
+            return upstream(self, **call.with_padding().arguments)
+        row = (_row_arguments if all_logits else _batch_arguments)(call, packed) | loss
+        ignored = call.get("ignore_index", IGNORED)
+        waits = _can_wait() and not call.generates
         run = functools.partial(self._call, upstream, ignored, waits)
         if settings is not None:
-            counted = arguments.get("num_items_in_batch") is not None
+            counted = call.get("num_items_in_batch") is not None
             output = forward_shard(self, run, row, packed, settings, counted=counted)
         else:
             output = run(row)
@@ -107,7 +101,7 @@ class PackedHead(Head, metaclass=HeadType):
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
             forget_losses(output)
-        return as_requested(output, arguments, self.config)
+        return as_requested(output, call, self.config)
 
     def _call(
         self,
@@ -134,18 +128,18 @@ class PackedHead(Head, metaclass=HeadType):
 
     @uncompiled
     def _loss_arguments(
-        self, given: dict[str, Any], packed: PackedSequence, all_logits: bool
+        self, call: Call, packed: PackedSequence
     ) -> tuple[PackedSequence, dict[str, Any] | None]:
         """Return the record to run with, and what the loss is called with; None where the batch
         runs as upstream runs it.
         """
         if packed.tree is not None:
-            refuse_unshifted(given)
-        if given.get("labels") is None:
+            refuse_unshifted(call)
+        if call.get("labels") is None:
             return packed, {}
-        ignored, kept = given.get("ignore_index", IGNORED), None
-        if all_logits:
-            shifted = shifted_labels(given, packed, torch.Size(packed.batch_shape))
+        ignored, kept = call.get("ignore_index", IGNORED), None
+        if call.wants_all_logits:
+            shifted = shifted_labels(call, packed, torch.Size(packed.batch_shape))
             kept = (
                 None if shifted is None else self._with_labelled_padding(shifted, packed, ignored)
             )
@@ -153,16 +147,16 @@ class PackedHead(Head, metaclass=HeadType):
                 None if shifted is None or kept is None else row_targets(shifted, kept, ignored)
             )
         else:
-            targets = kept_targets(given, packed, ignored)
+            targets = kept_targets(call, packed, ignored)
         if targets is None:
             return packed, None
-        items = given.get("num_items_in_batch")
+        items = call.get("num_items_in_batch")
         counted = {} if items is None else {"num_items_in_batch": at_least_one(items)}
         taken = taken_by(self._loss())
         return kept or packed, {
             name: value
             for name, value in (targets | counted).items()
-            if name in given or taken(name)
+            if name in call.arguments or taken(name)
         }
 
     def _with_labelled_padding(
@@ -218,21 +212,21 @@ def _can_wait() -> bool:
     return not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
 
 
-def _goes_on_from_padding(arguments: dict[str, Any]) -> bool:
+def _goes_on_from_padding(call: Call) -> bool:
     """True if the caller wants only the last logit and some row ends in padding: generation from
     right-padded prompts.
     """
-    mask, kept = arguments.get("attention_mask"), arguments.get("logits_to_keep")
+    mask, kept = call.get("attention_mask"), call.get("logits_to_keep")
     last = mask[:, -1] if isinstance(mask, Tensor) and mask.ndim == 2 else None
     return last is not None and isinstance(kept, int) and kept == 1 and not bool(last.all())
 
 
-def _batch_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
+def _batch_arguments(call: Call, packed: PackedSequence) -> dict[str, Any]:
     """Return upstream's arguments for the batch, of which the trunk makes a row; the mask is for
     the experts' statistics.
     """
     partly = packed.num_real_tokens and (packed.indices is not None or packed.padding_segments)
-    return given | {
+    return call.arguments | {
         "attention_mask": repad(packed.is_real(), packed).long() if partly else None,
         "return_dict": True,
     }
@@ -245,19 +239,19 @@ def at_least_one(items: Any) -> Any:
     return items + (items == 0) if isinstance(items, Tensor) else items or 1
 
 
-def _row_arguments(given: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
+def _row_arguments(call: Call, packed: PackedSequence) -> dict[str, Any]:
     """Return upstream's arguments for the row; the mask, if any, is there for the experts'
     statistics.
     """
     # by the vision-language model
-    numbered_inside = has_media(given) and given.get("position_ids") is None
-    return row_of_each(given, packed) | {
+    numbered_inside = call.has_media and call.get("position_ids") is None
+    return row_of_each(call.arguments, packed) | {
         "attention_mask": packed.is_real().long()
         if packed.padding_segments and packed.num_real_tokens
         else None,
         "position_ids": None
         if numbered_inside
-        else row_positions(given.get("position_ids"), packed),
+        else row_positions(call.get("position_ids"), packed),
         "use_cache": False,
         "packed_sequence": packed,
         "return_dict": True,

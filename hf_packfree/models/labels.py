@@ -4,28 +4,25 @@ document edges.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models.call import Call
 from hf_packfree.packing import PackedSequence, repad, uncompiled, unpad
 
 IGNORED = -100
 """torch's and transformers' default `ignore_index`: no loss where a label has this value."""
 
 
-def shifted_labels(
-    arguments: dict[str, Any], packed: PackedSequence, shape: torch.Size
-) -> Tensor | None:
+def shifted_labels(call: Call, packed: PackedSequence, shape: torch.Size) -> Tensor | None:
     """Return what each token predicts, from `shift_labels` or else `labels`, as transformers' loss
     does.
 
     Args:
-        arguments: of the head, with labels.
+        call: of the head, with labels.
         packed: the record of its batch.
         shape: of the result: (B, S), or that of the tokens whose logits are kept.
 
@@ -37,11 +34,9 @@ def shifted_labels(
         UnsupportedInput: packed rows have labels of another shape.
     """
     if packed.num_documents == 0:
-        return torch.full(
-            shape, arguments.get("ignore_index", IGNORED), device=packed.seq_idx.device
-        )
-    name = "labels" if arguments.get("shift_labels") is None else "shift_labels"
-    given = arguments[name]
+        return torch.full(shape, call.get("ignore_index", IGNORED), device=packed.seq_idx.device)
+    name = "labels" if call.get("shift_labels") is None else "shift_labels"
+    given = call.arguments[name]
     found = tuple(given.shape) if isinstance(given, Tensor) else f"type {type(given).__name__}"
     if found not in (tuple(shape), (shape.numel(),)):
         if packed.plain:
@@ -54,20 +49,17 @@ def shifted_labels(
     # rows of one document are shifted as upstream has them
     labels: Tensor = given if packed.plain else given.reshape(shape)
     if name == "labels":
-        labels = F.pad(labels, (0, 1), value=arguments.get("ignore_index", IGNORED))[..., 1:]
+        labels = F.pad(labels, (0, 1), value=call.get("ignore_index", IGNORED))[..., 1:]
     return labels.reshape(shape)
 
 
-def refuse_unshifted(arguments: dict[str, Any]) -> None:
-    """Refuse a call with a tree that has `labels` or `shift_labels` without the other.
-
-    Args:
-        arguments: of the head.
+def refuse_unshifted(call: Call) -> None:
+    """Refuse a head's call with a tree that has `labels` or `shift_labels` without the other.
 
     Raises:
         UnsupportedInput: it has `labels` alone, or `shift_labels` alone.
     """
-    labels, shifted = (arguments.get(name) is not None for name in ("labels", "shift_labels"))
+    labels, shifted = (call.get(name) is not None for name in ("labels", "shift_labels"))
     if labels and not shifted:
         raise UnsupportedInput(
             "found labels for a tree of shared prefixes, whose next label may be another branch's; "
@@ -104,9 +96,7 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
 
 
 @uncompiled
-def kept_targets(
-    arguments: dict[str, Any], packed: PackedSequence, ignored: int
-) -> dict[str, Tensor] | None:
+def kept_targets(call: Call, packed: PackedSequence, ignored: int) -> dict[str, Tensor] | None:
     """Return the loss's arguments for the tokens whose logits are kept: what `row_targets` does for
     all of them.
 
@@ -114,7 +104,7 @@ def kept_targets(
     document's.
 
     Args:
-        arguments: of the head, with labels and `logits_to_keep`.
+        call: of the head, with labels and `logits_to_keep`.
         packed: the record of its batch.
         ignored: the label that means no loss.
 
@@ -125,8 +115,8 @@ def kept_targets(
     Raises:
         UnsupportedInput: see `shifted_labels`.
     """
-    number = kept_tokens(repad(packed.seq_idx + 1, packed), arguments["logits_to_keep"])
-    targets = shifted_labels(arguments, packed, number.shape)
+    number = kept_tokens(repad(packed.seq_idx + 1, packed), call.arguments["logits_to_keep"])
+    targets = shifted_labels(call, packed, number.shape)
     if targets is None:
         return None
     number = number.to(targets.device)
@@ -137,10 +127,10 @@ def kept_targets(
             if packed.indices is not None and bool(predicted.any())
             else _for_the_loss(targets, ignored)
         )
-    nothing = kept_tokens(repad(_nothing_of(packed), packed), arguments["logits_to_keep"]).to(
+    nothing = kept_tokens(repad(_nothing_of(packed), packed), call.arguments["logits_to_keep"]).to(
         targets.device
     )
-    if arguments.get("shift_labels") is None:
+    if call.get("shift_labels") is None:
         nothing = nothing | F.pad(number.diff() != 0, (0, 1), value=False)
     return _for_the_loss(targets.masked_fill(nothing | (number == 0), ignored), ignored)
 

@@ -15,6 +15,7 @@ from hf_packfree.models.absent_media import run_with_absent_media
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.audio_tower import PackedAudioAttention, PackedAudioTower
 from hf_packfree.models.base import classes_of, put_in_front
+from hf_packfree.models.call import Call
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
@@ -31,21 +32,17 @@ class ThinkerHead(PackedHead):
     loss.
     """
 
-    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
+    def _forward_as_row(self, upstream: Any, call: Call) -> Any:
         def forward(head: Any, **given: Any) -> Any:
             packed = given.get("packed_sequence")
             if packed:
-                tokens = (
-                    given["input_ids"]
-                    if given.get("input_ids") is not None
-                    else given["inputs_embeds"]
-                )
                 # experts' statistics need the mask, and who observes the trunk the caller's shape
                 kept = {"attention_mask": given.get("attention_mask"), "packed_sequence": packed}
-                given = packed_arguments(self, packed.for_shape(tokens.shape[:2]), given) | kept
+                packed = packed.for_shape(Call(self, given).batch.shape)
+                given = packed_arguments(self, packed, given) | kept
             return run_with_absent_media(self, partial(upstream, head), given)
 
-        return super()._forward_as_row(forward, arguments)
+        return super()._forward_as_row(forward, call)
 
 
 _HEAD = "Qwen3OmniMoeThinkerForConditionalGeneration"

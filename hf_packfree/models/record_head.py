@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from hf_packfree.models.call import Call
 from hf_packfree.models.head_loss import OfCall
 from hf_packfree.models.heads import PackedHead
 
@@ -14,8 +15,8 @@ class RecordHead(PackedHead):
 
     endings = ("Mamba2ForCausalLM",)
 
-    def _forward_as_row(self, upstream: Any, arguments: dict[str, Any]) -> Any:
-        return super()._forward_as_row(partial(_run, upstream), arguments)
+    def _forward_as_row(self, upstream: Any, call: Call) -> Any:
+        return super()._forward_as_row(partial(_run, upstream), call)
 
 
 def _run(upstream: Any, head: Any, **arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.entry import of_media
+from hf_packfree.models.call import Call, of_media
 from hf_packfree.models.rotary import has_sections
 from hf_packfree.packing import PackedSequence, repad, unpad
 
@@ -90,11 +90,11 @@ def _repad_rows(layer: Tensor, packed: PackedSequence) -> Tensor:
     return repad(layer[None], packed).flatten(0, 1)
 
 
-def as_requested(output: Any, arguments: dict[str, Any], config: Any) -> Any:
+def as_requested(output: Any, call: Call, config: Any) -> Any:
     """Return a model's output as its caller, or else its configuration, wants it: by name, or as
     a tuple.
     """
-    by_name = arguments.get("return_dict")
+    by_name = call.get("return_dict")
     return (
         output
         if (getattr(config, "return_dict", True) if by_name is None else by_name)

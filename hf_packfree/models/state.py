@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.graphs.runner import Graphs
+from hf_packfree.models.call import Call
 from hf_packfree.models.run_options import RunOptions
 from hf_packfree.ops.backend import BATCH_INVARIANT, HALF
 from hf_packfree.ops.table import OPS
@@ -21,9 +22,10 @@ Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
 """Called by the trunk before every training forward: the record (None: upstream's), the caller's
 (B, S), the mask.
 """
-Follower = Callable[[nn.Module, PackedSequence | None, dict[str, Any], Tensor], None]
-"""Called by the trunk after every training forward: the trunk, the record, what upstream's forward
-got, and its output: both of the row [1, T], or of the batch [B, S] where there is no record."""
+Follower = Callable[[Call, Tensor], None]
+"""Called by the trunk after every training forward: the call of upstream's forward, and its output:
+both of the row [1, T], with the record of the caller's batch, or of the batch [B, S] without one.
+"""
 
 
 class Kernels(dict[str, str]):

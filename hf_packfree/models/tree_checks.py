@@ -7,27 +7,27 @@ from typing import Any
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.base import Replacement, part_at
+from hf_packfree.models.call import Call
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
 
 
-def check_tree_call(module: Any, packed: PackedSequence, *, media: bool) -> None:
+def check_tree_call(call: Call, packed: PackedSequence) -> None:
     """Refuse a tree together with media, or with an option that trees do not work with.
 
     Args:
-        module: head or text model.
+        call: of a head or text model.
         packed: the record.
-        media: the call has images, videos or audio.
 
     Raises:
         UnsupportedInput: names the media or the option.
     """
-    state = state_of(module)
+    state = state_of(call.module)
     refusals = {
-        "with images, videos or audio": media,
+        "with images, videos or audio": call.has_media,
         "under context parallelism": state.context_parallel is not None,
-        "beside a multi-token prediction head that is trained": module.training
+        "beside a multi-token prediction head that is trained": call.module.training
         and bool(state.followers),
         "with batch_invariant=True, whose samples are walked in parts": state.batch_invariant,
     }

@@ -7,9 +7,10 @@ from typing import Any
 from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, kinds_of_layers, part_at
+from hf_packfree.models.call import Call
 from hf_packfree.models.captured_layers import in_graph
-from hf_packfree.models.compat import CACHE, cache_of, masks_the_layers_ignore
-from hf_packfree.models.entry import enter, is_batch
+from hf_packfree.models.compat import CACHE, masks_the_layers_ignore
+from hf_packfree.models.entry import enter
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.row import as_requested, positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
@@ -23,7 +24,7 @@ class PackedTrunk(Replacement):
     the shape back.
 
     Rows of one document without padding go to upstream with the same arguments; padded ones become
-    one row, unless something is wanted that only upstream gives, see `Call.runs_here`. For packed
+    one row, unless something is wanted that only upstream gives, see `enter`. For packed
     rows the record travels as the keyword `packed_sequence`: keywords survive the recomputation of
     gradient checkpointing.
     """
@@ -39,53 +40,45 @@ class PackedTrunk(Replacement):
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
         """
         arguments = self.by_name(args, kwargs)
-        if arguments is None or not is_batch(arguments) or _is_paged(cache_of(arguments)):
+        if arguments is None:
+            return super().forward(*args, **kwargs)
+        call = Call(self, arguments)
+        if not call.has_batch or _is_paged(call.cache):
             return super().forward(*args, **kwargs)
         # Whoever computes the routers' loss knows of padding by the record, or by a mask.
         masked = (
-            isinstance(kwargs.get("packed_sequence"), PackedSequence)
-            or arguments.get("attention_mask") is not None
+            isinstance(call.get("packed_sequence"), PackedSequence)
+            or call.get("attention_mask") is not None
         )
-        packed = enter(self, arguments)
-        del arguments["packed_sequence"]
+        call = enter(call)
+        packed = call.packed
         check_sharded(self, packed)
-        arguments["position_ids"] = positions_for(self, arguments.get("position_ids"))
-        ids = arguments.get("input_ids")
-        rows, tokens = (arguments["inputs_embeds"] if ids is None else ids).shape[:2]
+        call = call.having(position_ids=positions_for(self, call.get("position_ids")))
+        del call.arguments["packed_sequence"]
         if self.training:
             for observe in state_of(self).observers:
                 observe(
                     packed,
-                    packed.batch_shape if packed is not None else (rows, tokens),
-                    arguments.get("attention_mask"),
+                    packed.batch_shape if packed is not None else call.batch.shape,
+                    call.get("attention_mask"),
                 )
         if packed is not None:
-            _check_packed_call(self, packed, arguments)
-            return self._forward_packed(packed, (rows, tokens), arguments, count_all=masked)
-        output = super().forward(**arguments)
-        self._followed(None, arguments, output)
+            _check_packed_call(call, packed)
+            return self._forward_packed(call, packed, count_all=masked)
+        output = super().forward(**call.arguments)
+        self._followed(call, output)
         return output
 
-    def _followed(
-        self, packed: PackedSequence | None, arguments: dict[str, Any], output: Any
-    ) -> None:
-        if self.training and (followers := state_of(self).followers):
-            hidden = output[0]
-            for follow in followers:
-                follow(self, packed, arguments, hidden)
+    def _followed(self, call: Call, output: Any) -> None:
+        if self.training:
+            for follow in state_of(self).followers:
+                follow(call, output[0])
 
-    def _forward_packed(
-        self,
-        of_batch: PackedSequence,
-        shape: tuple[int, int],
-        arguments: dict[str, Any],
-        *,
-        count_all: bool,
-    ) -> Any:
-        packed = of_batch.for_shape(shape)
+    def _forward_packed(self, call: Call, of_batch: PackedSequence, *, count_all: bool) -> Any:
+        packed = of_batch.for_shape(call.batch.shape)
         # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the
         # row.
-        row = {name: value for name, value in arguments.items() if name != "cache_position"}
+        row = {name: value for name, value in call.arguments.items() if name != "cache_position"}
         row |= {
             name: unpad(row[name], packed)
             for name in ("input_ids", "inputs_embeds")
@@ -101,14 +94,14 @@ class PackedTrunk(Replacement):
         if not has_fixed_frequencies(self.config):
             check_longest_position(self.config, packed, row["position_ids"])
         output = in_graph(self, super().forward, row, packed) or super().forward(**row)
-        self._followed(of_batch, row, output)
+        self._followed(Call(self, row, of_batch), output)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)
         if output.get("router_logits") is not None:
             output.router_logits = tuple(
                 gather_row(layer, packed) for layer in output.router_logits
             )
-        return as_requested(output, arguments, self.config)
+        return as_requested(output, call, self.config)
 
 
 def _is_paged(cache: Any) -> bool:
@@ -118,8 +111,9 @@ def _is_paged(cache: Any) -> bool:
     return cache is not None and not hasattr(cache, "get_seq_length")
 
 
-def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, Any]) -> None:
-    if cache_of(arguments) is not None:
+def _check_packed_call(call: Call, packed: PackedSequence) -> None:
+    trunk = call.module
+    if call.cache is not None:
         raise CacheConflict(
             f"found a PackedSequence together with {CACHE}; wanted no cache, which can belong to "
             f"one document only; pass {CACHE}=None"
@@ -127,14 +121,13 @@ def _check_packed_call(trunk: Any, packed: PackedSequence, arguments: dict[str, 
     check_attention(trunk.config)
     check_mixers(trunk)
     check_tree_layers(trunk, packed)
-    if arguments.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
+    if call.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
         raise UnsupportedInput(
             "found is_causal=False with a packed row; wanted causal attention, the only kind that "
             "packs exactly; pass the documents in rows of their own, padded"
         )
-    wants_weights = arguments.get(
-        "output_attentions", getattr(trunk.config, "output_attentions", False)
-    )
+    by_config = getattr(trunk.config, "output_attentions", False)
+    wants_weights = call.get("output_attentions", by_config)
     if wants_weights and (packed.indices is not None or packed.batch_shape[0] > 1):
         raise UnsupportedInput(
             f"found output_attentions=True for a packed batch of {packed.batch_shape[0]} rows; "

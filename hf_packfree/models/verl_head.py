@@ -9,7 +9,6 @@ cannot answer run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -19,8 +18,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.base_head import is_whole_batch
-from hf_packfree.models.entry import wants_all_logits
+from hf_packfree.models.call import Call, Run
 from hf_packfree.models.head_log_probs import (
     Question,
     cap_of_logits,
@@ -86,52 +84,48 @@ def verls_forward_of(head: Any, upstream: Any) -> Any:
     return type(head).fused_forward or (upstream if is_verls_forward(upstream) else None)
 
 
-Run = Callable[[Any, dict[str, Any]], Any]
-"""A head's way through: upstream's forward, or what stands for it, and the call's arguments."""
-
-
-def run_verls_head(head: Any, fused: Any, given: dict[str, Any], run: Run) -> Any:
-    """Return what verl's fused forward does with these arguments.
+def run_verls_head(call: Call, fused: Any, run: Run) -> Any:
+    """Return what verl's fused forward does in a call.
 
     Args:
-        head: patched.
+        call: of a patched head.
         fused: verl's.
-        given: the call's arguments.
 
     Raises:
         UnsupportedInput: ranks of a group share each row.
     """
-    if not _is_ours(head, given):
-        return run(fused, given)
-    if state_of(head).context_parallel is not None:
+    if not _is_ours(call):
+        return run(fused, call)
+    if state_of(call.module).context_parallel is not None:
         raise UnsupportedInput(
             "found verl's fused forward (use_fused_kernels) under context parallelism; wanted "
             "a call for logits; set use_fused_kernels=False"
         )
-    given = given | {"shift_labels": _next_tokens(given), "labels": None, "use_cache": False}
-    return run(_Call(head, fused), given)
+    asked = call.having(shift_labels=_next_tokens(call), labels=None, use_cache=False)
+    return run(_Forward(call.module, fused), asked)
 
 
-def _is_ours(head: Any, given: dict[str, Any]) -> bool:
-    known = any(given.get(name) is not None for name in ("shift_labels", "labels", "input_ids"))
-    in_order = known and wants_all_logits(given) and is_whole_batch(given)
+def _is_ours(call: Call) -> bool:
+    head = call.module
+    known = any(call.get(name) is not None for name in ("shift_labels", "labels", "input_ids"))
+    in_order = known and call.wants_all_logits and call.is_whole_batch
     plain = last_layer(head)[1] is not None and changed_logits(head) is None
     plain = plain and scale_of_logits(head) == 1 and cap_of_logits(head) is None
     return in_order and plain and not torch.compiler.is_compiling()
 
 
-def _next_tokens(given: dict[str, Any]) -> Tensor:
+def _next_tokens(call: Call) -> Tensor:
     """Return verl's targets [B, S], `torch.roll(input_ids, -1)`: the last token of a row predicts
     its first.
     """
-    if given.get("shift_labels") is not None:
-        shifted: Tensor = given["shift_labels"]
+    if call.get("shift_labels") is not None:
+        shifted: Tensor = call.get("shift_labels")
         return shifted
-    tokens: Tensor = given["input_ids"] if given.get("labels") is None else given["labels"]
+    tokens: Tensor = call.get("input_ids" if call.get("labels") is None else "labels")
     return tokens.roll(-1, -1)
 
 
-class _Call:
+class _Forward:
     """Stands for upstream's forward in one call of a head."""
 
     def __init__(self, head: Any, fused: Any) -> None:

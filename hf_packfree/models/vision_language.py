@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.absent_media import run_with_absent_media
 from hf_packfree.models.base import Replacement
+from hf_packfree.models.call import Call
 from hf_packfree.models.entry import enter
 from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
 from hf_packfree.models.placeholders import PlaceholderMask
@@ -70,18 +71,16 @@ class PackedVisionLanguage(Replacement):
         ):
             # which raises upstream's own error
             return super().forward(*args, **kwargs)
-        packed = enter(self.language_model, arguments)
-        if packed is None:
-            return run_with_absent_media(self, super().forward, arguments)
-        # which the text model hands to those who know the caller's labels
-        of_batch = packed
-        ids = arguments.get("input_ids")
-        packed = packed.for_shape((arguments["inputs_embeds"] if ids is None else ids).shape[:2])
-        row = packed_arguments(self, packed, arguments) | {"packed_sequence": of_batch}
+        call = enter(Call(self.language_model, arguments))
+        if call.packed is None:
+            return run_with_absent_media(self, super().forward, call.arguments)
+        packed = call.packed.for_shape(call.batch.shape)
+        # the text model hands the batch's to those who know the caller's labels
+        row = packed_arguments(self, packed, call.arguments) | {"packed_sequence": call.packed}
         output = run_with_absent_media(self, super().forward, row)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed)
-        return as_requested(output, arguments, self.config)
+        return as_requested(output, call, self.config)
 
     def get_placeholder_mask(
         self, input_ids: Any, inputs_embeds: Any, *args: Any, **features: Any

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_packfree.models.base import upstream_of
+from hf_packfree.models.call import Call
 from hf_packfree.mtp.head import predicts
 from hf_packfree.packing import PackedSequence
 from hf_packfree.parallel.collectives import gather_row
@@ -38,12 +39,11 @@ def router_logits(head: Any) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def wants_balance(model: Any, given: dict[str, Any]) -> bool:
+def wants_balance(call: Call) -> bool:
     """Whether a call of the model adds the balancing loss of its own routers."""
-    config = model.config.get_text_config()
-    asked = given.get("output_router_logits")
-    return bool(getattr(config, "num_experts", 0)) and bool(
-        getattr(config, "output_router_logits", False) if asked is None else asked
+    asked = call.get("output_router_logits")
+    return bool(getattr(call.config, "num_experts", 0)) and bool(
+        getattr(call.config, "output_router_logits", False) if asked is None else asked
     )
 
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.models.entry import Call, read_call, wants_all_logits
+from hf_packfree.models.call import Call
+from hf_packfree.models.entry import read_call
 from hf_packfree.models.heads import at_least_one
 from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
 from hf_packfree.models.rotary import cos_and_sin
@@ -36,18 +37,18 @@ logger = logging.getLogger("hf_packfree")
 
 
 @dataclass(eq=False)
-class _Call:
+class _Noted:
     """One call of the model: its arguments, and, once the text model has run, its settings and row.
 
     Attributes:
         training: the `MTPTraining` of the model.
-        given: the arguments by name; None in evaluation.
+        given: the call with its arguments; None in evaluation.
         outer: the call of the same thread that this one is inside of, or None.
     """
 
     training: MTPTraining
-    given: dict[str, Any] | None
-    outer: _Call | None
+    given: Call | None
+    outer: _Noted | None
     backends: PatchState = PatchState()
     autocast: dict[str, Any] = field(
         default_factory=lambda: {"device_type": "cpu", "enabled": False}
@@ -56,7 +57,7 @@ class _Call:
     row: dict[str, Any] = field(default_factory=dict)
 
 
-_INNERMOST: ContextVar[_Call | None] = ContextVar("innermost call", default=None)
+_INNERMOST: ContextVar[_Noted | None] = ContextVar("innermost call", default=None)
 """This thread's innermost call: hooks see only a call's beginning and end, and a forward that
 replaced the head's passes on no keyword of ours.
 """
@@ -64,12 +65,12 @@ _ADDING = threading.Lock()
 
 
 @uncompiled
-def _innermost() -> _Call | None:
+def _innermost() -> _Noted | None:
     return _INNERMOST.get()
 
 
 @uncompiled
-def _enter(call: _Call | None) -> None:
+def _enter(call: _Noted | None) -> None:
     _INNERMOST.set(call)
 
 
@@ -85,21 +86,19 @@ class MTPTraining:
         """Note the model's arguments; a forward pre-hook."""
         given = None
         if model.training and torch.is_grad_enabled():
-            given = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
-        _enter(_Call(self, given, _innermost()))
+            names = inspect.signature(model.forward).parameters
+            given = Call(model, dict(zip(names, args)) | kwargs)
+        _enter(_Noted(self, given, _innermost()))
 
-    def follow(
-        self, trunk: Any, packed: PackedSequence | None, arguments: dict[str, Any], hidden: Tensor
-    ) -> None:
+    def follow(self, of_text: Call, hidden: Tensor) -> None:
         """Note the row that the text model ran.
 
         Args:
-            packed: the record of the caller's batch; None where upstream's layers ran the batch.
-            arguments: the text model's arguments, for the row [1, T], or for the batch [B, S] where
-                `packed` is None.
+            of_text: the text model's call, of the row [1, T], or, without a record, of the batch
+                [B, S] that upstream's layers ran.
             hidden: the text model's output, [1, T, D_model] or [B, S, D_model].
         """
-        call = _innermost()
+        call, trunk, packed = _innermost(), of_text.module, of_text.packed
         if call is None or call.training is not self or call.given is None:
             if torch.is_grad_enabled():
                 found, wanted = (
@@ -108,13 +107,13 @@ class MTPTraining:
                 )
                 self._warn_of_nothing(found, wanted)
             return
-        embeddings = arguments.get("inputs_embeds")
+        embeddings = of_text.get("inputs_embeds")
         with torch.set_grad_enabled(not self.options.detach):
             if embeddings is None:
-                embeddings = trunk.get_input_embeddings()(arguments["input_ids"])
-        positions = arguments["position_ids"]
+                embeddings = trunk.get_input_embeddings()(of_text.get("input_ids"))
+        positions = of_text.get("position_ids")
         if packed is None:
-            packed = _record_of(trunk, arguments)
+            packed = _record_of(of_text)
             if packed is None:
                 return
             hidden, embeddings, positions = (
@@ -171,7 +170,7 @@ class MTPTraining:
             return _with_loss(output, *self._loss(model, call, call.given, call.packed))
 
     def _loss(
-        self, model: Any, call: _Call, given: dict[str, Any], packed: PackedSequence
+        self, model: Any, call: _Noted, given: Call, packed: PackedSequence
     ) -> tuple[Tensor, Any]:
         """Return the weighted sum of all depths' losses, and the count of targets to divide it
         by.
@@ -187,7 +186,7 @@ class MTPTraining:
         total = self.options.weight / self.options.depth * torch.stack(losses.sums).sum()
         items = items.to(total.device) if isinstance(items, Tensor) else items
         # the balancing loss is a mean, the other losses are sums to be divided by `items`
-        if wants_balance(model, given):
+        if wants_balance(given):
             # divided by the ranks, since each has the loss of the whole row
             total = total + self.options.weight * items * balance(model, routed, row) / row.ranks
         # without a given count, the mean of the ranks' losses counts
@@ -235,23 +234,22 @@ class MTPTraining:
         return facts
 
 
-def _record_of(trunk: Any, arguments: dict[str, Any]) -> PackedSequence | None:
+def _record_of(call: Call) -> PackedSequence | None:
     """Return the record of a batch that upstream's layers ran, with its real tokens as one row;
     None for a call with a cache.
     """
-    mask = arguments.get("attention_mask")
-    inputs = PackingInputs.from_kwargs({}, position_ids=None, attention_mask=mask)
-    return read_call(Call(trunk, arguments, inputs), drop_padding=True, unpacked=True)
+    inputs = PackingInputs(attention_mask=call.get("attention_mask"))
+    return read_call(call, inputs, drop_padding=True, unpacked=True)
 
 
-def _targets(given: dict[str, Any], row: PackedSequence, depth: int) -> tuple[Tensor, Any]:
+def _targets(given: Call, row: PackedSequence, depth: int) -> tuple[Tensor, Any]:
     """Return the main loss's targets, int64 [1, T], and the count that the main loss is divided by.
 
     Under context parallelism: [1, t + depth], and the count of the whole row.
     """
     packed = row.whole_batch
     ignored = given.get("ignore_index", IGNORED)
-    if not wants_all_logits(given):
+    if not given.wants_all_logits:
         raise UnsupportedInput(
             "found logits_to_keep in a training step with multi-token prediction; wanted the "
             "labels of every token; leave logits_to_keep out, or apply_patches(model, mtp='keep')"

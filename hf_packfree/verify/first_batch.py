@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.errors import BlindMeasurement, LeakDetected
-from hf_packfree.models.entry import UNREAD
+from hf_packfree.models.call import UNREAD
 from hf_packfree.models.rope_index import RowMedia, media_of
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.vision_language import FEATURES

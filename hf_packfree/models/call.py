@@ -1,0 +1,126 @@
+"""One call of a patched head or text model: what it was given, by upstream's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hf_packfree.models import compat
+from hf_packfree.packing import Batch, PackedSequence
+
+UNREAD = None
+"""The value of `packed_sequence` where the batch was not read yet."""
+UNPACKED = False
+"""Its value where the batch was read, and runs as upstream runs it."""
+_MEDIA = (
+    "pixel_values",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "mm_encoder_outputs",
+    "input_features",
+    "feature_attention_mask",
+    "audio_feature_lengths",
+)
+_OF_MEDIA = ("image_", "video_", "audio_")
+"""What the names of further arguments of towers start with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a head or text model.
+
+    Attributes:
+        module: head or text model; of a vision-language model its text model.
+        arguments: of its forward, by name; once `enter` has read them, without the packing
+            keywords and with `packed_sequence`, which patched modules below only receive.
+        packed: what `enter` has read; None before, and where upstream runs the batch as it came.
+    """
+
+    module: Any
+    arguments: dict[str, Any]
+    packed: PackedSequence | None = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an argument, or the default where there is none of that name."""
+        return self.arguments.get(name, default)
+
+    def having(self, **arguments: Any) -> Call:
+        """Return the same call with some arguments changed or added."""
+        return Call(self.module, self.arguments | arguments, self.packed)
+
+    def with_padding(self) -> Call:
+        """Return the call that leaves padded rows of one document each to upstream, in releases
+        that read their padding right.
+        """
+        assert self.packed is not None
+        if compat.MISREADS_PADDING_OF_ONE_ROW and self.packed.batch_shape[0] == 1:
+            return self
+        return self.having(packed_sequence=UNPACKED)
+
+    @property
+    def config(self) -> Any:
+        """Of the text model."""
+        return self.module.config.get_text_config()
+
+    @property
+    def batch(self) -> Batch:
+        """The tokens: ids, or else embeddings."""
+        ids = self.get("input_ids")
+        if ids is None:
+            return Batch(self.arguments["inputs_embeds"])
+        return Batch(ids, getattr(self.config, "pad_token_id", None))
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether there are tokens to read, ids or embeddings; otherwise upstream raises its own
+        error.
+        """
+        both = (self.get(name) for name in ("input_ids", "inputs_embeds"))
+        given = [tokens for tokens in both if tokens is not None]
+        return len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim >= 2
+
+    @property
+    def cache(self) -> Any:
+        """transformers' cache, or None."""
+        return compat.cache_of(self.arguments)
+
+    @property
+    def is_whole_batch(self) -> bool:
+        """Whether this is a batch without a cache whose documents a head has to know for its
+        loss.
+        """
+        return self.cache is None and self.get("packed_sequence") is not UNPACKED and self.has_batch
+
+    @property
+    def has_media(self) -> bool:
+        """Whether there are images, videos or audio, or features of them."""
+        return any(self.get(name) is not None for name in _MEDIA)
+
+    @property
+    def wants_all_logits(self) -> bool:
+        """Whether the logits of every token are wanted."""
+        kept = self.get("logits_to_keep", 0)
+        return isinstance(kept, int) and kept == 0
+
+    @property
+    def generates(self) -> bool:
+        """Whether `generate()` may have made the call: in evaluation, without labels, for the
+        logits of some tokens only.
+        """
+        asked = not self.wants_all_logits and self.get("labels") is None
+        return asked and not self.module.training
+
+
+Run = Callable[[Any, Call], Any]
+"""A head's way through: upstream's forward, or what stands for it, and the call."""
+
+
+def of_media(name: str) -> bool:
+    """Whether an argument of a forward belongs to media, so that its dimensions are not the
+    batch's, though they may be equal by chance.
+    """
+    return name in _MEDIA or name.startswith(_OF_MEDIA)
