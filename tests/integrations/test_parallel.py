@@ -143,30 +143,6 @@ def test_two_gpus(tmp_path, record_property):
     check(report["ways"]["accelerate fsdp2"], record_property)
 
 
-@integration("accelerate", "own loop, FSDP2 plugin, two GPUs", LAYERS)
-def test_the_committed_run_on_two_gpus(record_property):
-    """It covers the tiny model in torch and the published models' heads with the kernels; its
-    numbers go into the table.
-    """
-    found = {
-        path.stem: json.loads(path.read_text())
-        for path in (ROOT / "tests/benchmarks/results/parallel").glob("*.json")
-    }
-    assert all(
-        report["processes"] == 2 and report["machine"].startswith("NVIDIA")
-        for report in found.values()
-    )
-    ran = [report["implementations"] for report in found.values() if report["shape"] == "exact"]
-    assert any(kernels["bfloat16"]["delta_rule"] == "flash_qla" for kernels in ran)
-    for result in (
-        report["ways"]["accelerate fsdp2"]
-        for report in found.values()
-        if "accelerate fsdp2" in report["ways"]
-    ):
-        record_property("error", result["gradients"])
-        record_property("control", result["control"])
-
-
 @integration(
     "torch", "FSDP2 (`fully_shard`), activation checkpointing, checkpoint loaded unpatched", LAYERS
 )
