@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,51 +21,45 @@ from hf_packfree.ops import delta_rule
 from hf_packfree.ops.backend import LongDocuments
 from hf_packfree.ops.fused.linear import NARROW
 from hf_packfree.ops.table import OPS
-from hf_packfree.patching import apply, invariance
+from hf_packfree.patching import apply, invariance, report
 from hf_packfree.patching.announce import announce
 from hf_packfree.patching.backends import choose_backends
+from tests.benchmarks.shapes import SHAPES, Shape, configuration
 from tests.gpu.op_table import OPS as TESTED
 from tests.input_formats import row_batch
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
-from tests.vision import tiny_vision
 
 BITS = (
     "documents get the same bits alone and packed in the layers' forward pass (not under autocast "
     "or torch.compile)"
 )
+NEXT = Shape("qwen3_next", "Qwen3NextConfig", "Qwen3NextForCausalLM", 4, 48)
+"""Whose configuration is the published model's without any argument."""
 ROUNDING = "documents get what they get alone, up to rounding ({})"
 
 
 @pytest.fixture
 def hopper(gpu, monkeypatch):
-    """Return a function that patches a tiny model, in bfloat16, as if it were on a Hopper GPU, and
-    returns it.
-
-    `widths`: as if its products had been compared there.
+    """Return a function that patches four layers of a published shape as on a Hopper GPU, without
+    memory, and returns the model.
     """
 
     def patched(
-        model=None,
+        shape=SHAPES["2b"],
         *,
         dtype=torch.bfloat16,
         capability=(9, 0),
         release="2.11.0+cu130",
-        widths=True,
         **options,
     ):
         gpu(capability=capability)
-        monkeypatch.setattr(apply, "op_sizes", lambda *_: SIZES)
-        if widths:
-            linears = (part for part in (model or tiny()).modules() if isinstance(part, nn.Linear))
-            monkeypatch.setattr(
-                invariance,
-                "COMPARED",
-                {(linear.out_features, linear.in_features) for linear in linears},
-            )
-        model = apply_patches((model or tiny()).to(dtype), batch_invariant=True, **options)
         there = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
-        monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
+        monkeypatch.setattr(report, "what_layers_read", lambda *_: there)
+        shape = replace(shape, layers=4)
+        with torch.device("meta"):
+            model = getattr(transformers, shape.causal_lm)(configuration(shape)).to(dtype)
+        apply_patches(model, batch_invariant=True, **options)
         monkeypatch.setattr(torch, "__version__", release)
         return model
 
@@ -73,28 +68,28 @@ def hopper(gpu, monkeypatch):
 
 def test_bits_are_promised_where_the_gpu_tests_check_them(hopper):
     for options in ({}, {"backend": {"delta_rule": "fla"}}, {"backend": {"attention": "varlen"}}):
-        report = patch_report(hopper(**options))
-        assert report.rounding is None and BITS in str(report)
+        found = patch_report(hopper(**options))
+        assert found.rounding is None and BITS in str(found)
 
 
 def test_documents_with_media_are_left_out_of_the_promise(hopper, caplog):
     sentence = "those with images, videos or audio agree up to rounding"
-    model = hopper(tiny_vision("qwen3_5"))
-    report = patch_report(model)
-    assert report.rounding is None and f"{BITS}; {sentence}" in str(report)
+    model = hopper(SHAPES["2b-vl"])
+    found = patch_report(model)
+    assert found.rounding is None and f"{BITS}; {sentence}" in str(found)
     announce(model, state_of(model))
     assert f"batch_invariant=True holds for documents of text; {sentence}" in caplog.text
     assert sentence not in str(patch_report(hopper()))
 
 
 def test_batch_invariance_is_promised_where_it_is_wanted(gpu, caplog):
-    report = patch_report(apply_patches(tiny()))
-    assert (report.batch_invariant, report.rounding) == (False, "batch_invariant is off")
-    assert ROUNDING.format(report.rounding) in str(report) and "not promised" not in caplog.text
-    report = patch_report(apply_patches(tiny(), batch_invariant=True))
+    found = patch_report(apply_patches(tiny()))
+    assert (found.batch_invariant, found.rounding) == (False, "batch_invariant is off")
+    assert ROUNDING.format(found.rounding) in str(found) and "not promised" not in caplog.text
+    found = patch_report(apply_patches(tiny(), batch_invariant=True))
     assert (
-        report.batch_invariant
-        and f"batch_invariant=True is not promised here: {report.rounding}" in caplog.text
+        found.batch_invariant
+        and f"batch_invariant=True is not promised here: {found.rounding}" in caplog.text
     )
     with pytest.raises(PatchConflict, match="batch_invariant"):
         apply_patches(apply_patches(tiny()), batch_invariant=True)
@@ -188,17 +183,18 @@ def test_bits_are_promised_for_the_widths_that_were_compared(hopper):
     }
     assert wide == invariance.COMPARED
     reason = (
-        "batch invariance was not tested for products of 64 inputs and 128 outputs: "
-        "layers.0.linear_attn.in_proj_qkv"
+        "batch invariance was not tested for products of 2048 inputs and 6272 outputs: "
+        "layers.0.mlp.gate_proj"
     )
-    assert patch_report(hopper(widths=False)).rounding == reason
+    other = replace(SHAPES["2b"], sizes=SHAPES["2b"].sizes | {"intermediate_size": 6272})
+    assert patch_report(hopper(other)).rounding == reason
     assert patch_report(hopper()).rounding is None
 
 
 def test_on_a_cpu_bits_are_not_promised():
-    report = patch_report(apply_patches(tiny(), batch_invariant=True))
-    assert report.rounding == "batch invariance is tested on GPUs, this is a cpu"
-    assert ROUNDING.format(report.rounding) in str(report)
+    found = patch_report(apply_patches(tiny(), batch_invariant=True))
+    assert found.rounding == "batch invariance is tested on GPUs, this is a cpu"
+    assert ROUNDING.format(found.rounding) in str(found)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +222,8 @@ def test_on_a_cpu_bits_are_not_promised():
     ],
 )
 def test_what_is_in_the_way_of_bits_is_said(hopper, place, reason):
-    report = patch_report(hopper(**place))
-    assert report.rounding == reason and ROUNDING.format(reason) in str(report)
+    found = patch_report(hopper(**place))
+    assert found.rounding == reason and ROUNDING.format(reason) in str(found)
 
 
 @pytest.mark.parametrize(
@@ -338,13 +334,10 @@ def test_a_norm_that_somebody_watches_is_named(hopper, part):
     assert patch_report(model).rounding is None
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
-def test_experts_are_called_as_they_are(hopper, family):
-    report = patch_report(hopper(tiny(family)))
-    assert (
-        report.rounding
-        == "batch invariance is not promised where layers are called as they are: layers.0.mlp"
-    )
+@pytest.mark.parametrize("shape", [SHAPES["moe"], NEXT], ids=lambda shape: shape.family)
+def test_experts_are_called_as_they_are(hopper, shape):
+    reason = "batch invariance is not promised where layers are called as they are: layers.0.mlp"
+    assert patch_report(hopper(shape)).rounding == reason
 
 
 def test_without_patches_nothing_is_promised():
