@@ -167,7 +167,7 @@ def imports_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the doctor try a package once per test process, if this one has not imported it; again
     where another file has its name.
     """
-    from hf_packfree.doctor import Probe, probe
+    from hf_packfree.doctor import Import, probe
 
     def remembered(modules: Sequence[str]) -> dict[str, object]:
         tops = {name: name.partition(".")[0] for name in modules}
@@ -177,7 +177,7 @@ def imports_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, place in places.items():
             top = sys.modules.get(tops[name])
             if name in sys.modules and getattr(top, "__file__", None) == place[1]:
-                _tried[place] = Probe(getattr(top, "__version__", None), None)
+                _tried[place] = Import(getattr(top, "__version__", None), None)
         new = [name for name, place in places.items() if place not in _tried]
         _tried.update({places[name]: found for name, found in probe(new).items()})
         return {name: _tried[place] for name, place in places.items()}

@@ -11,7 +11,7 @@ import torch
 
 from hf_packfree.bench.bars import draw
 from hf_packfree.bench.measure import ran_out
-from hf_packfree.bench.turns import Runner
+from hf_packfree.bench.turns import Trial
 from hf_packfree.cli import main
 from tests.test_bench import TINY, Candidate, report_of
 
@@ -19,7 +19,7 @@ from tests.test_bench import TINY, Candidate, report_of
 @pytest.fixture
 def broken(monkeypatch):
     """Let the steps of one candidate raise."""
-    step = Runner.step
+    step = Trial.step
 
     def put(name, error):
         def raising(runner):
@@ -27,7 +27,7 @@ def broken(monkeypatch):
                 raise error
             step(runner)
 
-        monkeypatch.setattr(Runner, "step", raising)
+        monkeypatch.setattr(Trial, "step", raising)
 
     return put
 

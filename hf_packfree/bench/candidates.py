@@ -14,7 +14,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Options:
+class CommonOptions:
     """The options of every benchmark.
 
     Attributes:
@@ -39,7 +39,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class BenchOptions(Options):
+class BenchOptions(CommonOptions):
     """The options of `run_bench`.
 
     Attributes:

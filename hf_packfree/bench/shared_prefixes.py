@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.bench.candidates import Measured, Options, Progress
+from hf_packfree.bench.candidates import CommonOptions, Measured, Progress
 from hf_packfree.bench.lengths import documents_of
-from hf_packfree.bench.turns import Runner, in_turns, memory_for, patched_model, what_ran
+from hf_packfree.bench.turns import Trial, in_turns, memory_for, patched_model, what_ran
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.head_log_probs import token_log_probs
 from hf_packfree.ops.tree_paths import gather
@@ -80,7 +80,7 @@ def _of_file(path: Path) -> tuple[list[Any], list[Any]]:
 
 
 @dataclass(frozen=True)
-class TreeOptions(Options):
+class TreeOptions(CommonOptions):
     """The options of `run_tree_bench`.
 
     Attributes:
@@ -147,7 +147,7 @@ class TreeReport(Measured):
 
 
 @dataclass
-class _Samples(Runner):
+class _Samples(Trial):
     """A candidate: samples in one row, and for each token the one that predicts it.
 
     Attributes:

@@ -20,7 +20,7 @@ from hf_packfree.bench.candidates import (
     BenchOptions,
     BenchReport,
     Candidate,
-    Options,
+    CommonOptions,
     Progress,
 )
 from hf_packfree.bench.lengths import (
@@ -59,7 +59,7 @@ LESS = "fewer documents (--documents) or shorter ones (--longest) need less"
 
 
 @dataclass
-class Runner:
+class Trial:
     """A candidate that is being measured; `less` is the advice if memory runs out."""
 
     name: str
@@ -141,7 +141,7 @@ def run_bench(
 
 
 @contextmanager
-def memory_for(options: Options, less: str) -> Iterator[None]:
+def memory_for(options: CommonOptions, less: str) -> Iterator[None]:
     """Run the block with the options' threads; if memory runs out, raise with the advice `less`.
 
     Raises:
@@ -160,7 +160,7 @@ def memory_for(options: Options, less: str) -> Iterator[None]:
         ) from error
 
 
-def patched_model(options: Options) -> Any:
+def patched_model(options: CommonOptions) -> Any:
     """Return the model of a benchmark, patched."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
     torch.manual_seed(options.seed)
@@ -169,8 +169,8 @@ def patched_model(options: Options) -> Any:
 
 
 def in_turns(
-    runners: Sequence[Runner],
-    options: Options,
+    runners: Sequence[Trial],
+    options: CommonOptions,
     progress: Progress,
     between: Callable[[], None] = lambda: None,
 ) -> None:
@@ -191,7 +191,7 @@ def in_turns(
 
 
 def what_ran(
-    model: Any, options: Options, runners: Sequence[Runner], packages: Sequence[str] = ()
+    model: Any, options: CommonOptions, runners: Sequence[Trial], packages: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the fields of `Measured`; `packages` are further packages whose versions are added, if
     installed.
@@ -210,7 +210,7 @@ def what_ran(
     }
 
 
-def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[Runner]:
+def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[Trial]:
     rows, row, row_by_positions = _batches(model, options, device)
     family = family_of(model)
     attends_only = family is not None and family.attends_only
@@ -219,7 +219,7 @@ def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[Ru
         if attends_only
         else "exact only with kernels that are installed apart"
     )
-    unpatched = Runner(OPTIONAL, model, row, patched=False, note=note)
+    unpatched = Trial(OPTIONAL, model, row, patched=False, note=note)
     unpatched.attempt(unpatched.step)
     if unpatched.refused is not None and not unpatched.full:
         note = (
@@ -228,10 +228,10 @@ def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[Ru
         )
         unpatched = replace(unpatched, batch=row_by_positions, refused=None, note=note)
     return [
-        Runner(BASE, model, rows, patched=False),
+        Trial(BASE, model, rows, patched=False),
         unpatched,
-        Runner("patched padded", model, rows, patched=True),
-        Runner("patched packed", model, row, patched=True),
+        Trial("patched padded", model, rows, patched=True),
+        Trial("patched packed", model, row, patched=True),
     ]
 
 
@@ -257,7 +257,7 @@ def _batches(model: Any, options: BenchOptions, device: torch.device) -> tuple[d
     )
 
 
-def _one_round(runner: Runner, number: int, rounds: int, device: torch.device) -> None:
+def _one_round(runner: Trial, number: int, rounds: int, device: torch.device) -> None:
     """Run one candidate's step: round 0 is the warm-up, the last measures memory, and those in
     between are timed.
     """

@@ -3,7 +3,7 @@ are supported, as data.
 """
 
 from hf_packfree.doctor.diagnosis import Diagnosis, diagnose
-from hf_packfree.doctor.packages import REQUIREMENTS, Package, Probe, Requirement, examine, probe
+from hf_packfree.doctor.packages import REQUIREMENTS, Import, Package, Requirement, examine, probe
 from hf_packfree.doctor.plans import Device, Plan, Supported, supported_models
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "Diagnosis",
     "Package",
     "Plan",
-    "Probe",
+    "Import",
     "Requirement",
     "Supported",
     "diagnose",

@@ -137,7 +137,7 @@ def _module_exists(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _judge(row: Requirement, installed: str | None, imported: Probe | None) -> Package:
+def _judge(row: Requirement, installed: str | None, imported: Import | None) -> Package:
     wanted = row.versions
     found = installed or (imported.version if imported else None)
     judged = Package(wanted.name, found, "usable", row.purpose, required=row.required)
@@ -205,7 +205,7 @@ def without_cuda(package: Package) -> Package:
 
 
 @dataclass(frozen=True)
-class Probe:
+class Import:
     """The result of one import: the module's `__version__`, and the exception that the import
     raised.
     """
@@ -233,7 +233,7 @@ for name in sys.argv[2:]:
 """
 
 
-def probe(modules: Sequence[str], *, timeout: float = 300.0) -> dict[str, Probe]:
+def probe(modules: Sequence[str], *, timeout: float = 300.0) -> dict[str, Import]:
     """Import each module once, in another process, so that a module that crashes or prints does no
     harm here.
 
@@ -241,17 +241,17 @@ def probe(modules: Sequence[str], *, timeout: float = 300.0) -> dict[str, Probe]
         modules: dotted names; modules after one that crashed are imported in a fresh process.
         timeout: seconds for all of them.
     """
-    results: dict[str, Probe] = {}
+    results: dict[str, Import] = {}
     while waiting := [module for module in modules if module not in results]:
         lines, end = _run_probe(waiting, timeout)
-        results |= {name: Probe(**result) for name, result in lines if result}
+        results |= {name: Import(**result) for name, result in lines if result}
         started = [name for name, result in lines if not result]
         crashed = next((name for name in started if name not in results), None)
         # the interpreter itself does not start
         if crashed is None and waiting[0] not in results:
             crashed = waiting[0]
         if crashed is not None:
-            results[crashed] = Probe(None, end)
+            results[crashed] = Import(None, end)
     return results
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
-from hf_packfree.graphs.gradient_buffers import Gradients, borrowed
+from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
 from hf_packfree.once_differentiable import once_differentiable
 
 WARM_UP = 2
@@ -118,7 +118,7 @@ class Graph:
         left = iter(grads)
         of_inputs = [next(left) if x.requires_grad else None for x in self.inputs]
         self._d_inputs = [None if grad is None else borrowed(grad) for grad in of_inputs]
-        self.gradients = Gradients(self.parameters, [*left], self._backward)
+        self.gradients = GradientBuffers(self.parameters, [*left], self._backward)
 
     @property
     def is_free(self) -> bool:

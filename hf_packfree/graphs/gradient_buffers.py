@@ -2,8 +2,8 @@
 
 In full training a copy would take memory as large as the weights, and be written in every step. But
 the next replay of any graph of the pool overwrites the gradients. So before it,
-`Gradients.take_back` moves gradients that are in parameters' `.grad` (sums over several rows) to
-memory of their own, and returns False if other code still holds one.
+`GradientBuffers.take_back` moves gradients that are in parameters' `.grad` (sums over several rows)
+to memory of their own, and returns False if other code still holds one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def borrowed(x: Tensor) -> Tensor:
     return tensor_at(Address(x.data_ptr(), _size(x), None), x)
 
 
-class Gradients:
+class GradientBuffers:
     """The gradients of some parameters, in the memory that a graph writes.
 
     Args:

@@ -25,7 +25,7 @@ from hf_packfree.models.labels import IGNORED, refuse_unshifted
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import Targets, TokenLogProbs, Wanted
 from hf_packfree.packing import PackedSequence, repad
-from hf_packfree.packing.lazy import LazyTensor, Source
+from hf_packfree.packing.lazy import LazyTensor, Origin
 from hf_packfree.packing.marks import FORWARD_BEFORE, FUSED_HEAD
 from hf_packfree.packing.tree_keywords import has_tree
 
@@ -176,7 +176,7 @@ class _Forward:
         words = self.head.config.get_text_config().vocab_size
         layer = last_layer(self.head)[1]
         return LazyTensor(
-            Source((*hidden.shape[:-1], words), hidden.dtype, hidden.device, lambda: layer(hidden))
+            Origin((*hidden.shape[:-1], words), hidden.dtype, hidden.device, lambda: layer(hidden))
         )
 
     def _loss(self, *args: Any, **kwargs: Any) -> Tensor:

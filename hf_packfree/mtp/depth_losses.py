@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hf_packfree.models.head_loss import as_multiplied
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.state import PatchState
-from hf_packfree.mtp.gathered_weights import Weights, readable_weights
+from hf_packfree.mtp.gathered_weights import LogitLayer, readable_weights
 from hf_packfree.mtp.head import ahead
 from hf_packfree.ops.loss import linear_cross_entropy
 from hf_packfree.packing import PackedSequence
@@ -73,7 +73,7 @@ def depth_losses(
     return DepthLosses(tuple(sums), tuple(sum_over_ranks(one, packed) for one in facts))
 
 
-def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: PatchState) -> Tensor:
+def _summed_loss(hidden: Tensor, targets: Tensor, weights: LogitLayer, state: PatchState) -> Tensor:
     """Return the summed cross entropy of hidden [T, D_model]; with plain weights the logits of all
     tokens are never in memory.
     """
@@ -93,7 +93,7 @@ def _summed_loss(hidden: Tensor, targets: Tensor, weights: Weights, state: Patch
 
 
 @torch.no_grad()
-def _hits(hidden: Tensor, targets: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+def _hits(hidden: Tensor, targets: Tensor, weights: LogitLayer) -> tuple[Tensor, Tensor]:
     """Return the number of targets that were sampled, evenly spaced, and the number of these that
     the most likely token equals.
     """

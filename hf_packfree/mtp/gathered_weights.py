@@ -23,7 +23,7 @@ from hf_packfree.models.plain_layers import forward_of, is_hooked
 
 
 @dataclass(frozen=True)
-class Weights:
+class LogitLayer:
     """A layer that computes logits.
 
     Attributes:
@@ -37,7 +37,7 @@ class Weights:
     logits: Callable[[Tensor], Tensor]
 
 
-def readable_weights(layer: nn.Module, dtype: Any, *, detach: bool) -> Weights:
+def readable_weights(layer: nn.Module, dtype: Any, *, detach: bool) -> LogitLayer:
     """Return a layer's weights, gathered where they are sharded; only the layer as a function where
     it has adapters or hooks.
 
@@ -79,11 +79,11 @@ def readable_weights(layer: nn.Module, dtype: Any, *, detach: bool) -> Weights:
             "step with multi-token prediction; wanted a plain linear layer, whose weights can be "
             "gathered; leave lm_head out of the adapters"
         )
-    return Weights(None, None, _without_gradients(layer, parameters) if detach else layer)
+    return LogitLayer(None, None, _without_gradients(layer, parameters) if detach else layer)
 
 
-def _product(weight: Any, bias: Any) -> Weights:
-    return Weights(
+def _product(weight: Any, bias: Any) -> LogitLayer:
+    return LogitLayer(
         weight,
         bias,
         lambda x: F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)),

@@ -53,7 +53,7 @@ class Longer(NamedTuple):
     numbers: Tensor
 
 
-class Level(NamedTuple):
+class TreeLevel(NamedTuple):
     """The segments of one depth.
 
     Attributes:
@@ -74,7 +74,7 @@ class Levels(NamedTuple):
         back: int64 [T], the inverse of `order`.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[TreeLevel, ...]
     order: Tensor | None
     back: Tensor | None
 
@@ -102,7 +102,7 @@ def plan_windows(packed: PackedSequence, reach: int) -> Longer:
 def plan_levels(packed: PackedSequence) -> Levels:
     """Sort the segments by depth."""
     tree, device, spans = _tree(packed), packed.cu_seqlens.device, _spans(_tree(packed))
-    tokens, levels, number = list[Integers](), list[Level](), dict[int, int]()
+    tokens, levels, number = list[Integers](), list[TreeLevel](), dict[int, int]()
     back, end = np.empty(packed.num_tokens, dtype=np.int64), 0
     for depth in range(max(tree.depths) + 1):
         members = [segment for segment, found in enumerate(tree.depths) if found == depth]
@@ -116,7 +116,7 @@ def plan_levels(packed: PackedSequence) -> Levels:
             [number.get(tree.parents[one], 0) for one in members]
         )
         number = {segment: place for place, segment in enumerate(members)}
-        levels.append(Level(record, _to(parents, device) if depth else None))
+        levels.append(TreeLevel(record, _to(parents, device) if depth else None))
         tokens.append(own)
         end += len(own)
     order = np.concatenate(tokens)

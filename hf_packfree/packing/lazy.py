@@ -67,7 +67,7 @@ def _elements(tensor: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Source:
+class Origin:
     """Where a lazy tensor's values come from.
 
     Attributes:
@@ -88,7 +88,7 @@ class Source:
     values: Tensor | None = None
     changed: bool = False
     onward: Callable[..., Any] | None = None
-    cast_of: Source | None = None
+    cast_of: Origin | None = None
 
     def read(self) -> Tensor:
         """Return the values."""
@@ -96,9 +96,9 @@ class Source:
             self.values = self.make()
         return self.values
 
-    def cast(self, dtype: torch.dtype) -> Source:
+    def cast(self, dtype: torch.dtype) -> Origin:
         """Return a source of these values in another dtype, which computes them anew."""
-        return Source(self.shape, dtype, self.device, lambda: self.make().to(dtype), cast_of=self)
+        return Origin(self.shape, dtype, self.device, lambda: self.make().to(dtype), cast_of=self)
 
 
 class LazyTensor(Tensor):
@@ -106,10 +106,10 @@ class LazyTensor(Tensor):
     its values.
     """
 
-    source: Source
+    source: Origin
 
     @staticmethod
-    def __new__(cls, source: Source) -> LazyTensor:
+    def __new__(cls, source: Origin) -> LazyTensor:
         """Make a tensor that has no memory of its own."""
         lazy: LazyTensor = Tensor._make_wrapper_subclass(
             cls, source.shape, dtype=source.dtype, device=source.device
@@ -205,7 +205,7 @@ class LazyTensor(Tensor):
     @data.setter
     def data(self, values: Tensor) -> None:
         values = values.detach().view(self.shape)
-        self.source = Source(
+        self.source = Origin(
             tuple(values.shape), values.dtype, values.device, lambda: values, values, changed=True
         )
 
@@ -276,7 +276,7 @@ class _LazyRepad(Function):
         ctx.packed, held = packed, row.detach()
         shape = (*packed.batch_shape, *row.shape[2:])
         kind = type(held) if isinstance(held, LazyTensor) else LazyTensor
-        return kind(Source(shape, row.dtype, row.device, Padded(held, packed)))
+        return kind(Origin(shape, row.dtype, row.device, Padded(held, packed)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -29,7 +29,7 @@ from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.selfcheck import check_release
 from hf_packfree.patching.selfcheck_unlisted import check_unlisted
-from hf_packfree.patching.steps import ClassSwap, Step, additions, carry_out, lifted, undo
+from hf_packfree.patching.steps import Change, ClassSwap, additions, carry_out, lifted, undo
 
 Model = TypeVar("Model", bound=nn.Module)
 _one_at_a_time = threading.RLock()
@@ -192,7 +192,7 @@ def patches_lifted(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _in_force(model: nn.Module) -> list[Step]:
+def _in_force(model: nn.Module) -> list[Change]:
     """Return the steps that the model was patched with, each checked to be undoable."""
     return [*_swaps_in_force(model), *additions(model)]
 

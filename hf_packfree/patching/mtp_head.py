@@ -24,8 +24,8 @@ from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import warn_once
 from hf_packfree.patching.steps import (
     AddModule,
+    Change,
     ClassSwap,
-    Step,
     additions,
     carry_out,
     plan_addition,
@@ -36,7 +36,7 @@ Model = TypeVar("Model", bound=nn.Module)
 NAME = "mtp"
 
 
-def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> list[Step]:
+def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> list[Change]:
     """Return the steps that add the head; none if the model has it already, or `options` is None.
 
     Raises:
@@ -234,7 +234,7 @@ def remove_mtp(model: nn.Module) -> nn.Module | None:
     return steps[0].module if steps else None
 
 
-def refuse_trained_head(steps: Iterable[Step]) -> None:
+def refuse_trained_head(steps: Iterable[Change]) -> None:
     """Refuse to remove a head in training together with the patches, because its weights would be
     lost.
 
@@ -250,7 +250,7 @@ def refuse_trained_head(steps: Iterable[Step]) -> None:
             )
 
 
-def _heads(steps: Iterable[Step]) -> Iterator[AttachedHead]:
+def _heads(steps: Iterable[Change]) -> Iterator[AttachedHead]:
     return (
         step.module
         for step in steps

@@ -36,7 +36,7 @@ enough that a leak shows in the outputs.
 
 
 @dataclass(frozen=True)
-class Measured:
+class WhyInexact:
     """Why packed rows of a family are not exact, and why padded rows are left to upstream; None if
     they are exact, or run in our layers.
     """
@@ -45,7 +45,7 @@ class Measured:
     padded: str | None = None
 
 
-_found: dict[str, Measured] = {}
+_found: dict[str, WhyInexact] = {}
 """{class and options of a tiny copy: what was measured}."""
 
 
@@ -72,33 +72,33 @@ def check_unlisted(family: Family, model: Any, options: Options) -> Options:
     return replace(options, padded="upstream") if found.padded else options
 
 
-def _measured(family: Family) -> Measured:
+def _measured(family: Family) -> WhyInexact:
     try:
         model = tiny(family, strength=_STRONG)
     except Exception as error:
         # configurations raise errors of many classes for sizes that they refuse
-        return Measured(f"no tiny copy of it can be built and measured ({in_short(error)})")
+        return WhyInexact(f"no tiny copy of it can be built and measured ({in_short(error)})")
     try:
         return _of(model, PatchState(mixers=family.mixers_by_kind))
     except Exception as error:
-        return Measured(f"its tiny copy fails ({in_short(error)})")
+        return WhyInexact(f"its tiny copy fails ({in_short(error)})")
 
 
-def _of(model: Any, state: PatchState) -> Measured:
+def _of(model: Any, state: PatchState) -> WhyInexact:
     parts = [torch.arange(n)[None] * 37 % 113 + 3 for n in LENGTHS]
     alone = [_run(model, input_ids=part) for part in parts]
     rows = {side: _padded(parts, left=side == "left") for side in ("right", "left")}
     upstreams = {side: _run(model, **given) for side, given in rows.items()}
     carry_out(plan_swaps(model)[1], state)
     if not all(torch.equal(_run(model, input_ids=p), one) for p, one in zip(parts, alone)):
-        return Measured("rows of one document are not bit for bit transformers'")
+        return WhyInexact("rows of one document are not bit for bit transformers'")
     if (reason := _why_not_packed(model, torch.cat(parts, 1), torch.cat(alone, 1))) is not None:
-        return Measured(reason)
+        return WhyInexact(reason)
     for side, given in rows.items():
         real = given["attention_mask"].bool()
         if (error := _off(_run(model, **given)[real], upstreams[side][real])) > LIMIT:
-            return Measured(None, f"documents padded on the {side} change by {error:.0e}")
-    return Measured(None)
+            return WhyInexact(None, f"documents padded on the {side} change by {error:.0e}")
+    return WhyInexact(None)
 
 
 def _why_not_packed(model: Any, ids: Tensor, alone: Tensor) -> str | None:

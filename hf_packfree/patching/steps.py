@@ -14,7 +14,7 @@ from hf_packfree.models.state import PatchState
 from hf_packfree.packing.marks import ADDED, FORWARD_BEFORE, FUSED_HEAD, VERL_EXPECTED
 
 
-class Step(Protocol):
+class Change(Protocol):
     """One change to a model."""
 
     def carry_out(self, state: PatchState) -> None:
@@ -154,9 +154,9 @@ def additions(model: nn.Module) -> Iterator[AddModule]:
             yield AddModule(name, parent, attribute, module)
 
 
-def carry_out(steps: Iterable[Step], state: PatchState) -> None:
+def carry_out(steps: Iterable[Change], state: PatchState) -> None:
     """Carry out every step; undo all, the last first, if one fails."""
-    done: list[Step] = []
+    done: list[Change] = []
     try:
         for step in steps:
             done.append(step)
@@ -166,14 +166,14 @@ def carry_out(steps: Iterable[Step], state: PatchState) -> None:
         raise
 
 
-def undo(steps: Sequence[Step]) -> None:
+def undo(steps: Sequence[Change]) -> None:
     """Undo every step, the last first."""
     for step in reversed(steps):
         step.undo()
 
 
 @contextmanager
-def lifted(steps: Sequence[Step]) -> Iterator[None]:
+def lifted(steps: Sequence[Change]) -> Iterator[None]:
     """Run the block without the steps' changes, and make them again afterwards."""
     for step in reversed(steps):
         step.lift()

@@ -36,7 +36,9 @@ class Again(capture.Graph):
         self.nodes = capture.nodes_of(out)
         grads = torch.autograd.grad(out.sum(), read, allow_unused=True)
         self.written = [None if grad is None else grad.clone() for grad in grads]
-        self.gradients = gradient_buffers.Gradients(self.parameters, self.written, self.written)
+        self.gradients = gradient_buffers.GradientBuffers(
+            self.parameters, self.written, self.written
+        )
 
     def run_forward(self, inputs):
         # activations lie where gradients of rows before did

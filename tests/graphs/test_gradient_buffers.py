@@ -27,7 +27,7 @@ def written():
 def made(written, owner=None):
     sizes = (2, 3), (4,), (5,), (2, 3)
     parameters = [Parameter(torch.zeros(size)) for size in sizes]
-    return parameters, gradient_buffers.Gradients(parameters, written, owner)
+    return parameters, gradient_buffers.GradientBuffers(parameters, written, owner)
 
 
 def test_they_are_handed_out_where_they_are(written):
@@ -86,7 +86,7 @@ def test_gradients_that_share_memory_are_copies():
     """In-place changes of one, as clipping makes them, are not the other's."""
     whole, other = torch.arange(8.0), torch.ones(2)
     parameters = [Parameter(torch.zeros(size)) for size in (8, 4, 2)]
-    handed = gradient_buffers.Gradients(parameters, [whole, whole[2:6], other], None)
+    handed = gradient_buffers.GradientBuffers(parameters, [whole, whole[2:6], other], None)
     first, second, alone = handed.hand_out()
     first.mul_(0)
     assert torch.equal(second, torch.arange(2.0, 6.0)) and torch.equal(whole, torch.arange(8.0))
@@ -98,7 +98,7 @@ def test_neighbours_in_memory_are_not_copied():
     """As the rows of a joined projection's gradient are."""
     whole = torch.arange(8.0).view(4, 2)
     parameters = [Parameter(torch.zeros(2, 2)) for _ in range(2)]
-    handed = gradient_buffers.Gradients(parameters, whole.split(2), None)
+    handed = gradient_buffers.GradientBuffers(parameters, whole.split(2), None)
     places = [grad.data_ptr() for grad in handed.hand_out()]
     assert places == [part.data_ptr() for part in whole.split(2)]
 

@@ -197,13 +197,13 @@ def test_a_documents_first_token_is_nobodys_target():
 @pytest.mark.parametrize("name", ["packed", "left", "one document"])
 def test_logits_are_made_in_chunks(name, training, monkeypatch):
     from hf_packfree.ops.loss import chunked_loss, log_probs
-    from hf_packfree.packing.lazy import Source
+    from hf_packfree.packing.lazy import Origin
 
     rows = []
     make = log_probs.logits_in_chunks
     monkeypatch.setattr(chunked_loss, "_ELEMENTS_ELSEWHERE", 16 * 128)
     monkeypatch.setattr(chunked_loss, "_FEWEST", 1)
-    monkeypatch.setattr(Source, "read", lambda source: pytest.fail("logits of all tokens are made"))
+    monkeypatch.setattr(Origin, "read", lambda source: pytest.fail("logits of all tokens are made"))
     monkeypatch.setattr(
         log_probs,
         "logits_in_chunks",

@@ -39,14 +39,14 @@ class Branches:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class BranchPlan:
     """The row's segments sorted into batches; `order` int64 [T] undoes the sorting."""
 
     batches: tuple[Branches, ...]
     order: Tensor
 
 
-def plan_branches(packed: PackedSequence) -> Plan:
+def plan_branches(packed: PackedSequence) -> BranchPlan:
     """Sort segments into batches by the number of tokens in front of them, and by length as
     `plan_buckets` does.
     """
@@ -70,7 +70,7 @@ def plan_branches(packed: PackedSequence) -> Plan:
         batches.append(
             Branches(there(queries), there(keys), there(real), there(seen) if before else None)
         )
-    return Plan(tuple(batches), there(torch.cat(tokens).argsort()))
+    return BranchPlan(tuple(batches), there(torch.cat(tokens).argsort()))
 
 
 @uncompiled

@@ -24,7 +24,7 @@ steps save padding, but the calls that they add cost more.
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
+class PaddedBatch:
     """n documents of similar length, as a padded batch; on the host.
 
     Attributes:
@@ -52,7 +52,7 @@ class Batches:
     places: Tensor
 
 
-def plan_buckets(packed: PackedSequence, most: int | None = None) -> tuple[Bucket, ...]:
+def plan_buckets(packed: PackedSequence, most: int | None = None) -> tuple[PaddedBatch, ...]:
     """Sort documents by length as `round_up` rounds it.
 
     The padded length depends on the document alone, so its values do not depend on what else is in
@@ -66,7 +66,7 @@ def plan_buckets(packed: PackedSequence, most: int | None = None) -> tuple[Bucke
         position = torch.arange(size, device="cpu")
         gather = starts[member, None] + torch.minimum(position[None], lengths[member, None] - 1)
         is_real = position[None] < lengths[member, None]
-        buckets.append(Bucket(gather, is_real.reshape(-1).nonzero()[:, 0]))
+        buckets.append(PaddedBatch(gather, is_real.reshape(-1).nonzero()[:, 0]))
     return tuple(buckets)
 
 

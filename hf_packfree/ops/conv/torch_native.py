@@ -26,7 +26,7 @@ from hf_packfree.packing import PackedSequence, uncompiled
 _BLOCK_ELEMENTS = 1 << 18
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """The tokens `low` to `high - 1`.
 
     Attributes:
@@ -43,7 +43,7 @@ class Block(NamedTuple):
         return max(self.low, back)
 
 
-def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ...]:
+def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[TokenBlock, ...]:
     """Cut the row into blocks of `size` tokens; their tables are built on the host and moved to the
     row's device.
     """
@@ -53,7 +53,7 @@ def plan_blocks(packed: PackedSequence, taps: int, size: int) -> tuple[Block, ..
     edges, positions = grid[inside], (grid - starts[:, None])[inside]
     blocks = []
     for low in range(0, packed.num_tokens, size):
-        block = Block(low, min(low + size, packed.num_tokens), ())
+        block = TokenBlock(low, min(low + size, packed.num_tokens), ())
         early = []
         for back in range(1, taps):
             found = edges[
@@ -83,7 +83,7 @@ class _CausalConv1d(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        blocks: tuple[Block, ...],
+        blocks: tuple[TokenBlock, ...],
         silu: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
@@ -108,7 +108,7 @@ def _backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    blocks: tuple[Block, ...],
+    blocks: tuple[TokenBlock, ...],
     silu: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -135,7 +135,7 @@ def _taps(x: Tensor, weight: Tensor) -> Tensor:
     return weight.T.flip(0).to(dtype)
 
 
-def _preactivation(x: Tensor, taps: Tensor, bias: Tensor | None, block: Block) -> Tensor:
+def _preactivation(x: Tensor, taps: Tensor, bias: Tensor | None, block: TokenBlock) -> Tensor:
     """Convolve a block: [n, C], newest tap first."""
     u = x[block.low : block.high] * taps[0]
     for back in range(1, min(len(taps), block.high)):
@@ -146,7 +146,7 @@ def _preactivation(x: Tensor, taps: Tensor, bias: Tensor | None, block: Block) -
 
 
 def _taps_backward(
-    x: Tensor, taps: Tensor, block: Block, d_u: Tensor, d_x: Tensor, d_taps: Tensor | None
+    x: Tensor, taps: Tensor, block: TokenBlock, d_u: Tensor, d_x: Tensor, d_taps: Tensor | None
 ) -> None:
     """Add a block's part to the gradients of x and, unless None, of the taps; overwrites d_u. A
     block also adds to d_x of tokens of the block before.

@@ -109,7 +109,7 @@ def qkv_conv(
     return _apply(x, weight, packed, bias, ConvOptions(launches, silu, eps))  # type: ignore[return-value]
 
 
-class Plan(NamedTuple):
+class MaskPlan(NamedTuple):
     """Where the filter's window has to be masked, on the model's device.
 
     Attributes:
@@ -122,12 +122,12 @@ class Plan(NamedTuple):
     interior: Tensor
 
 
-def plan_masks(packed: PackedSequence) -> Plan:
+def plan_masks(packed: PackedSequence) -> MaskPlan:
     """Return where the taps of a row have to be masked."""
     pos_in_seq = packed.position_ids()[0].int()
     # if the last of four tokens is at position 6 or later, the first is at 3 or later
     interior = (pos_in_seq[3::4] >= 6).int()
-    return Plan(pos_in_seq, pad(interior, (0, -(-len(pos_in_seq) // 4) - len(interior))))
+    return MaskPlan(pos_in_seq, pad(interior, (0, -(-len(pos_in_seq) // 4) - len(interior))))
 
 
 def _apply(

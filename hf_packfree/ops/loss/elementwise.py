@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.ops.loss.softmax import Head, SoftmaxGradient, triton_softmax_gradient
-from hf_packfree.packing.lazy import LazyTensor, Source
+from hf_packfree.ops.loss.softmax import LogitScaling, SoftmaxGradient, triton_softmax_gradient
+from hf_packfree.packing.lazy import LazyTensor, Origin
 
 _TANH = torch.ops.aten.tanh.default
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.default
@@ -27,7 +27,7 @@ _BY_A_NUMBER = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor
 
 
 @dataclass(frozen=True)
-class Step:
+class LogitStep:
     """One operation on every logit.
 
     Attributes:
@@ -71,13 +71,13 @@ class Step:
         return func is wanted and (self.function is _TANH or args[1:] == self.numbers)
 
 
-def step_of(func: Any, args: Any) -> Step | None:
+def step_of(func: Any, args: Any) -> LogitStep | None:
     """Return an operation on its first argument as a step; None if it is not a scale by a number or
     tanh.
     """
     numbers = args[1:]
     of_numbers = func in _BY_A_NUMBER and all(isinstance(one, int | float) for one in numbers)
-    return Step(func, numbers) if of_numbers or func is _TANH else None
+    return LogitStep(func, numbers) if of_numbers or func is _TANH else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +89,8 @@ class Elementwise:
         step: the operation.
     """
 
-    before: Source
-    step: Step
+    before: Origin
+    step: LogitStep
 
     def __call__(self) -> Tensor:
         """Return the logits after the step; unread logits before the step are computed for it and
@@ -109,17 +109,17 @@ class Elementwise:
         return self.step(made)
 
 
-def origin_of(source: Source) -> tuple[Source, tuple[Step, ...]]:
+def origin_of(source: Origin) -> tuple[Origin, tuple[LogitStep, ...]]:
     """Return the source of the head's product, and the steps from the product to the logits of
     `source`.
     """
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LogitStep, ...] = ()
     while isinstance(made := source.make, Elementwise):
         source, steps = made.before, (made.step, *steps)
     return source, steps
 
 
-def growth(steps: tuple[Step, ...]) -> float:
+def growth(steps: tuple[LogitStep, ...]) -> float:
     """Return a bound of the factor by which the steps' backward enlarges a gradient."""
     return max(accumulate((step.slope for step in reversed(steps)), mul, initial=1.0))
 
@@ -131,22 +131,22 @@ _FACTOR_TANH_FACTOR = (
     (True, False),
     (False, True, False),
 )
-"""Sequences of steps that a `Head` describes: whether each step is a tanh."""
+"""Sequences of steps that a `LogitScaling` describes: whether each step is a tanh."""
 
 
-def head_of(steps: tuple[Step, ...]) -> Head | None:
-    """Return the steps as a `Head`, a factor, a tanh and another factor, each of which may be
-    missing; None for other sequences.
+def head_of(steps: tuple[LogitStep, ...]) -> LogitScaling | None:
+    """Return the steps as a `LogitScaling`: a factor, a tanh and another factor, each of which may
+    be missing; None for other sequences.
     """
     tanhs = tuple(step.function is _TANH for step in steps)
     if tanhs not in _FACTOR_TANH_FACTOR:
         return None
-    return Head(steps[0].factor, any(tanhs), steps[-1].factor if any(tanhs) else 1.0)
+    return LogitScaling(steps[0].factor, any(tanhs), steps[-1].factor if any(tanhs) else 1.0)
 
 
-def after_steps(softmax_gradient: SoftmaxGradient, steps: tuple[Step, ...]) -> SoftmaxGradient:
+def after_steps(softmax_gradient: SoftmaxGradient, steps: tuple[LogitStep, ...]) -> SoftmaxGradient:
     """Return a function like `softmax_gradient` of the head's product: the losses are those after
-    the steps, the gradient is the product's. It is the Triton kernel itself where a `Head`
+    the steps, the gradient is the product's. It is the Triton kernel itself where a `LogitScaling`
     describes the steps.
     """
     if not steps:
@@ -177,18 +177,18 @@ class LazyGradient(LazyTensor):
     weight are known; any other operation reads it.
     """
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LogitStep, ...] = ()
     following: Callable[..., Any] | None = None
 
     @classmethod
     def of(
-        cls, source: Source, steps: tuple[Step, ...], following: Callable[..., Any] | None
+        cls, source: Origin, steps: tuple[LogitStep, ...], following: Callable[..., Any] | None
     ) -> LazyGradient:
         """Return the lazy gradient of logits after `steps`.
 
         Args:
             source: of its values.
-            following: gradients that follow from the gradient of the product, see `Source.onward`.
+            following: gradients that follow from the gradient of the product, see `Origin.onward`.
         """
         source.onward = None if steps else following
         found: Any = cls(source)
@@ -211,7 +211,7 @@ class LazyGradient(LazyTensor):
                     return func(source.read(), *others)  # type: ignore[no-any-return]
 
                 return cls.of(
-                    Source(source.shape, source.dtype, source.device, make),
+                    Origin(source.shape, source.dtype, source.device, make),
                     tuple(steps),
                     gradient.following,
                 )
@@ -221,7 +221,7 @@ class LazyGradient(LazyTensor):
 __all__ = [
     "Elementwise",
     "LazyGradient",
-    "Step",
+    "LogitStep",
     "after_steps",
     "growth",
     "head_of",

@@ -31,7 +31,7 @@ from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_p
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
 from hf_packfree.ops.loss.statistics import Wanted
 from hf_packfree.packing import PackedSequence, repad, unpad
-from hf_packfree.packing.lazy import Fingerprint, LazyTensor, Padded, Source
+from hf_packfree.packing.lazy import Fingerprint, LazyTensor, Origin, Padded
 
 Weights = Callable[[], tuple[Tensor, Tensor | None]]
 
@@ -49,7 +49,7 @@ class LazyLogits(LazyTensor):
             step, source = step_of(func, args), first.source
             if step is not None:
                 made = Elementwise(source, step)
-                return cls(Source(source.shape, source.dtype, source.device, made))
+                return cls(Origin(source.shape, source.dtype, source.device, made))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def log_probs(
@@ -107,14 +107,14 @@ class LazyLogits(LazyTensor):
         return found.with_detached_entropy() if entropy == "detached" else found
 
 
-def _is_of_a_head(source: Source) -> bool:
+def _is_of_a_head(source: Origin) -> bool:
     """Whether these are unread logits whose head has not called its loss yet."""
     product = origin_of(source)[0].make
     unread = source.values is None and not source.changed
     return unread and isinstance(product, _Product) and product.until_loss
 
 
-def _origin(source: Source) -> tuple[_Product, PackedSequence | None]:
+def _origin(source: Origin) -> tuple[_Product, PackedSequence | None]:
     """Return the product that computes the logits, and the record where they are padded to the
     caller's batch.
 
@@ -182,7 +182,7 @@ class _Logits(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.product = product = _Product(x, weight, bias, reload)
-        return LazyLogits(Source((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, product))
+        return LazyLogits(Origin((*x.shape[:-1], weight.shape[0]), x.dtype, x.device, product))
 
     @staticmethod
     @once_differentiable
@@ -341,7 +341,7 @@ class _CrossEntropy(Function):
         found = Gradients(d_x, d_weight, d_bias, ctx.factor)
         make, targets, chosen = ctx.make, ctx.targets.flat, ctx.chosen
         shape, dtype, device = ctx.like
-        source = Source(shape, dtype, device, lambda: _gradient(make(), targets, grad))
+        source = Origin(shape, dtype, device, lambda: _gradient(make(), targets, grad))
         gradient = LazyGradient.of(source, ctx.steps, _Onward(ctx.product, found, grad, chosen))
         return gradient, None, None
 

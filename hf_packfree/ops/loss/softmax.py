@@ -50,7 +50,7 @@ def softmax_gradient(
     return losses.masked_fill(~has, 0), gradient.to(logits.dtype)
 
 
-class Head(NamedTuple):
+class LogitScaling(NamedTuple):
     """A head's steps after its last layer: z = after * tanh(before * logits) where `capped`, else
     before * logits.
     """
@@ -61,7 +61,7 @@ class Head(NamedTuple):
 
 
 def triton_softmax_gradient(
-    logits: Tensor, targets: Tensor, scale: float | None, head: Head | None = None
+    logits: Tensor, targets: Tensor, scale: float | None, head: LogitScaling | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`softmax_gradient` in Triton, with two reads and one write of the logits, which must be
     contiguous: the gradient overwrites them. With a head, the losses are those of its z.
@@ -71,7 +71,7 @@ def triton_softmax_gradient(
     from hf_packfree.ops.loss.triton_kernels import softmax_gradient
 
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    wanted, done = scale is not None, head or Head()
+    wanted, done = scale is not None, head or LogitScaling()
     launch(
         softmax_gradient,
         (len(logits),),
@@ -91,4 +91,4 @@ def triton_softmax_gradient(
     return losses, logits if wanted else None
 
 
-__all__ = ["Head", "SoftmaxGradient", "softmax_gradient", "triton_softmax_gradient"]
+__all__ = ["LogitScaling", "SoftmaxGradient", "softmax_gradient", "triton_softmax_gradient"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.loss import linear_cross_entropy, softmax
-from hf_packfree.ops.loss.elementwise import Step, after_steps, head_of
+from hf_packfree.ops.loss.elementwise import LogitStep, after_steps, head_of
 from tests.support import relative_rms
 
 KERNELS = {"softmax_gradient"}
@@ -82,7 +82,7 @@ def test_what_a_head_does_between_product_and_loss(name, dtype, launched, monkey
     """
     monkeypatch.setattr(softmax, "_BLOCK", 64)
     generator = torch.Generator().manual_seed(0)
-    steps = tuple(Step(*step) for step in HEADS[name])
+    steps = tuple(LogitStep(*step) for step in HEADS[name])
     logits = (2 * torch.randn(7, 100, generator=generator)).to(dtype)
     targets = torch.randint(100, (7,), generator=generator)
     targets[2] = -1
@@ -108,7 +108,7 @@ def test_what_a_head_does_between_product_and_loss(name, dtype, launched, monkey
 
 def test_a_heads_integers_are_floats_to_the_kernel():
     """It would be compiled once more for them, and for every kind of integer."""
-    steps = Step(DIV, (8,)), Step(TANH, ()), Step(MUL, (16,))
+    steps = LogitStep(DIV, (8,)), LogitStep(TANH, ()), LogitStep(MUL, (16,))
     head = head_of(steps)
     assert head == (0.125, True, 16.0)
     assert type(head.before) is type(head.after) is float
@@ -117,7 +117,7 @@ def test_a_heads_integers_are_floats_to_the_kernel():
 def test_a_head_leaves_no_large_logits():
     """What is beyond a cap is the cap, with a gradient of zero."""
     logits = torch.tensor([[1e30, -1e30, 3.0, 0.0]])
-    head = softmax.Head(before=1 / 30.0, capped=True, after=30.0)
+    head = softmax.LogitScaling(before=1 / 30.0, capped=True, after=30.0)
     losses, gradient = softmax.triton_softmax_gradient(logits, torch.tensor([2]), 1.0, head)
     assert losses.tolist() == pytest.approx([27.01], abs=1e-2)
     assert gradient[0, :2].tolist() == [0.0, 0.0] and gradient[0, 2] < -0.9

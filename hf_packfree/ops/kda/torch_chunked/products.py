@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_packfree.ops.chunked.scratch import Scratch
 
 
-class Level(NamedTuple):
+class DecayLevel(NamedTuple):
     """The decays of one level.
 
     Attributes:
@@ -87,7 +87,7 @@ def decayed_products_backward(
             d_lower.addcmul_(found, level.column)
 
 
-def _levels(g: Tensor, space: Scratch) -> Iterator[Level]:
+def _levels(g: Tensor, space: Scratch) -> Iterator[DecayLevel]:
     half = 1
     while half < g.shape[1]:
         lower, upper = _halves(g, half)
@@ -96,17 +96,17 @@ def _levels(g: Tensor, space: Scratch) -> Iterator[Level]:
         column[:, :, -1] = 0
         if half > 1:
             column[:, :, :-1] = lower[:, :, 1:].flip(2).cumsum(2).flip(2)
-        yield Level(half, row, column.exp_())
+        yield DecayLevel(half, row, column.exp_())
         half *= 2
 
 
-def _row_rows(x: Tensor, level: Level, space: Scratch) -> Tensor:
+def _row_rows(x: Tensor, level: DecayLevel, space: Scratch) -> Tensor:
     """Return the decayed rows of the upper halves, [R n, s, K]."""
     upper = _halves(x, level.half)[1]
     return torch.mul(upper, level.row, out=space.like("level rows", upper)).flatten(0, 1)
 
 
-def _column_rows(k: Tensor, level: Level, space: Scratch) -> Tensor:
+def _column_rows(k: Tensor, level: DecayLevel, space: Scratch) -> Tensor:
     """Return the decayed rows of the lower halves, [R n, s, K]."""
     lower = _halves(k, level.half)[0]
     return torch.mul(lower, level.column, out=space.like("level columns", lower)).flatten(0, 1)

@@ -24,7 +24,7 @@ from hf_packfree.ops.chunked.scratch import Scratch
 from hf_packfree.ops.ssd.torch_chunked.chunks import Chunks, by_step, opened
 
 
-class Gradients(NamedTuple):
+class WindowGradients(NamedTuple):
     """Gradients of a window: of u [R, C, P], of the log decays dt A [R, C], and of B and C [M, C,
     N], from the block's heads alone.
     """
@@ -54,7 +54,7 @@ def gradients(
     d_y: Tensor,
     d_state: Tensor,
     space: Scratch,
-) -> Gradients:
+) -> WindowGradients:
     """Run the gradient over a window.
 
     Args:
@@ -74,7 +74,7 @@ def gradients(
     back, kept = _scan(chunks, steps, states, d_read, d_state, d_B, d_C, space)
     d_g = _decay_gradients(chunks, steps, states, d_attend, d_y, back, kept, space)
     chunks.by_head(d_u).addcmul_(chunks.heads_apart(back), chunks.by_head(decays.rest))
-    return Gradients(d_u, d_g, d_B, d_C)
+    return WindowGradients(d_u, d_g, d_B, d_C)
 
 
 def _scan(

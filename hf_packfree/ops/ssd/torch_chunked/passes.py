@@ -19,7 +19,7 @@ from hf_packfree.ops.chunked.decays import make_decays
 from hf_packfree.ops.chunked.layout import TokenReader, TokenWriter, Window, plan_windows
 from hf_packfree.ops.chunked.scratch import scratch_for
 from hf_packfree.ops.ssd.torch_chunked.chunks import Chunks, keep_states, outputs, read_states
-from hf_packfree.ops.ssd.torch_chunked.gradients import Gradients, gradients
+from hf_packfree.ops.ssd.torch_chunked.gradients import WindowGradients, gradients
 from hf_packfree.packing import PackedSequence
 
 _CHUNK = 64
@@ -173,7 +173,7 @@ class Sums:
         block: Block,
         window: Window,
         chunks: Chunks,
-        found: Gradients,
+        found: WindowGradients,
         x: Tensor,
         d_y: Tensor,
     ) -> None:
