@@ -344,14 +344,11 @@ class TestVisionLanguage:
         assert packed_total == pytest.approx(total, rel=1e-5)
         follow = model.mtp.training_calls.follow
 
-        def re_embedded(trunk, packed, arguments, hidden):
-            ids = batch.inputs["input_ids"]
-            ids = (
-                ids
-                if packed is None or packed.indices is None
-                else ids.flatten()[packed.indices][None]
-            )
-            follow(trunk, packed, arguments | {"inputs_embeds": None, "input_ids": ids}, hidden)
+        def re_embedded(of_text, hidden):
+            ids, packed = batch.inputs["input_ids"], of_text.packed
+            if packed is not None and packed.indices is not None:
+                ids = ids.flatten()[packed.indices][None]
+            follow(of_text.having(inputs_embeds=None, input_ids=ids), hidden)
 
         followers = vars(model)["packfree"].followers
         followers[:] = [re_embedded]
