@@ -75,10 +75,12 @@ def _fits(size: Size, bound: Size, tokens: int) -> bool:
     return fits and size.documents + 2 <= bound.documents
 
 
-def bucket_of(packed: PackedSequence) -> Bucket:
-    """Return the bucket of a row: its sizes, rounded up."""
+def bucket_of(packed: PackedSequence, *, finest: bool = False) -> Bucket:
+    """Return the bucket of a row: its sizes, rounded up; T to the next multiple of `FINEST` alone
+    where `finest`, to the next of `STEPS` otherwise.
+    """
     tokens = packed.num_tokens
-    step = _step(tokens, STEPS, FINEST)
+    step = FINEST if finest else _step(tokens, STEPS, FINEST)
     tokens = _up(tokens, step)
     # one more document for the padding, and at least one empty document, with which plans are
     # filled up

@@ -129,7 +129,7 @@ class Runner:
             found = [key for key in keys if key[1] == kind and key[0].holds(packed)]
             if found:
                 break
-        key = min(found, default=(bucket_of(packed), kind))
+        key = min(found) if found else self._new_key(packed, kind)
         bucket: Bucket = key[0]
         if key not in self.graphs and (why := self._not_now(key)) is not None:
             return why
@@ -141,6 +141,19 @@ class Runner:
         if key not in self.graphs:
             return self._capture(key, layers, inputs, row) or self._first(key, inputs, row, packed)
         return self._run(key, inputs, row, packed)
+
+    def _new_key(self, packed: PackedSequence, kind: Any) -> Any:
+        """Return the bucket of a row that no graph holds: with hardly any padding if T comes again,
+        as from a collator whose rows are all of one length.
+        """
+        key = bucket_of(packed), kind
+        if packed.tree is not None:
+            return key
+        own = bucket_of(packed, finest=True), kind
+        if self._seen[own]:
+            return own
+        self._seen[own] += own != key
+        return key
 
     def _not_now(self, key: Any) -> str | None:
         """Return why no graph of that bucket is captured now, or None."""

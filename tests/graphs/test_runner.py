@@ -127,6 +127,22 @@ def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
     assert of(model).replayed >= 2 * len(ROWS)
 
 
+@pytest.mark.parametrize(
+    ("rows", "captured"),
+    [
+        # 1,008 is the next multiple of 16
+        (((600, 400), (990, 10), (300, 700)), [1008]),
+        # buckets of 32 tokens: nothing says that one of these comes again
+        (((600, 400), (600, 410), (600, 395)), [1024]),
+    ],
+)
+def test_rows_of_one_length_have_a_graph_with_hardly_any_padding(model, rows, captured):
+    for seed, lengths in enumerate(rows):
+        hidden(model, lengths, seed).sum().backward()
+    assert [key[0].tokens for key in of(model).graphs] == captured
+    assert of(model).replayed == len(rows) - 1
+
+
 def test_offsets_of_the_row_before_would_be_seen(model, monkeypatch):
     """The control: the row's own tokens on the record that the graph was captured with."""
     monkeypatch.setattr(captured_sequence.CapturedSequence, "become", lambda self, packed: None)
