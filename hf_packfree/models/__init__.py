@@ -1,1 +1,3 @@
-"""One file per transformers family: exact-type subclasses that add the packed branch."""
+"""Patched classes of transformers' models, each a subclass that adds the packed branch: the files
+of families, and the mixins that families share.
+"""

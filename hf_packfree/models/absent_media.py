@@ -2,7 +2,8 @@
 their features to the embeddings.
 
 Otherwise DistributedDataParallel waits for gradients that never come, and FSDP for parameters that
-this rank does not gather. The zeros are no part of the row: as tokens they would be a document.
+this rank does not gather. The zeros are not added to the row as tokens, where they would be a
+document.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _TOWERS: dict[str, dict[str, tuple[str, ...]]] = {
         "video": ("pixel_values_videos", "video_grid_thw"),
     },
 }
-"""Kinds of media by tower, and their arguments; in the order in which upstream runs them."""
+"""{tower: {kind of media: its arguments}}, in the order in which upstream runs the kinds."""
 _FRAMES = 8
-"""Of the audio of zeros: one token."""
+"""The number of frames of the audio of zeros, which becomes one token."""
 
 
 def run_with_absent_media(
@@ -35,8 +36,8 @@ def run_with_absent_media(
 ) -> Any:
     """Run upstream's forward of a vision-language model, with the towers of absent media on zeros.
 
-    They run where upstream would run them, since sharded parameters have to be gathered in one
-    order on all ranks.
+    The towers run at the point of the forward where upstream would run them, since all ranks have
+    to gather sharded parameters in the same order.
 
     Args:
         model: holds the towers, as `visual` and `audio_tower`.
@@ -63,8 +64,8 @@ def run_with_absent_media(
 
 
 def _absent_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
-    """Return the kinds to run on zeros: of a sharded tower each that is missing, of another one,
-    if all are.
+    """Return the kinds of media to run on zeros: every missing kind of a sharded tower; one kind of
+    any other tower, if all its kinds are missing and other ranks wait for its gradients.
     """
     if not (
         distributed.is_available()
@@ -75,7 +76,7 @@ def _absent_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
     if cache_of(arguments) is not None or arguments.get("use_cache"):
         return ()
     packed = arguments.get("packed_sequence")
-    # whose ranks exchange gradients in every backward
+    # the ranks of a shard exchange gradients in every backward
     waited_for = model.training or packed and packed.is_shard
     kinds: list[str] = []
     for attribute, given in _TOWERS.items():
@@ -107,8 +108,8 @@ def _learns(tower: nn.Module) -> bool:
 
 
 def _with_zeros(output: Any, model: Any, kinds: Sequence[str]) -> Any:
-    """Return embeddings, or a tower's output, plus 0 times the features of zeros, so that every
-    parameter of the towers gets a gradient.
+    """Return embeddings, or a tower's output, plus 0 times the features of zeros for each of
+    `kinds`, so that every parameter of the towers gets a gradient.
     """
     for kind in kinds:
         features = _features_of_zeros(
@@ -128,7 +129,9 @@ def _plus(zero: Tensor, leaf: Any) -> Any:
 
 
 def _features_of_zeros(model: Any, kind: str, device: torch.device) -> Any:
-    """Return what upstream's method makes of the smallest item of a kind: one token."""
+    """Return the features that upstream's method computes from the smallest item of a kind, all
+    zeros: one token.
+    """
     if kind == "audio":
         mel = torch.zeros(1, model.config.audio_config.num_mel_bins, _FRAMES, device=device)
         return model.get_audio_features(

@@ -1,5 +1,5 @@
-"""Full attention over a packed row: whatever implementation the model was loaded with, fed the
-record.
+"""Full attention over a packed row, in the attention implementation that the model was loaded
+with.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hf_packfree.parallel.accelerate import refuse_cut_rows
 
 
 def attention_route(implementation: str) -> str | None:
-    """Return how a packed row is attended: "varlen" (ours), "mask" (eager), "flash"
-    (cu_seqlens), or None: not known.
+    """Return how an attention implementation runs a packed row: "varlen" (our operation), "mask"
+    (eager, with a block mask), "flash" (upstream's, with cu_seqlens), or None if unknown.
     """
     if "flash" in implementation:
         return "flash"
@@ -35,8 +35,11 @@ def attention_route(implementation: str) -> str | None:
 def additive_block_mask(
     packed: PackedSequence, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
-    """Return [1, 1, T, T] in `dtype`, for attention that takes nothing better: 0 where a token
-    may look, which is at `window` tokens at most, else its minimum.
+    """Return the mask [1, 1, T, T] in `dtype` that eager attention adds to its scores: 0 where a
+    query attends to a key, at most the last `window` keys, else the dtype's minimum.
+
+    Raises:
+        UnsupportedInput: the record has a tree, and there is a window.
     """
     number = packed.seq_idx[0]
     allowed = (number[:, None] == number[None, :]).tril()
@@ -51,10 +54,10 @@ def additive_block_mask(
 
 
 def check_attention(config: Any) -> str:
-    """Return the route of the implementation the model runs now.
+    """Return the `attention_route` of the implementation in a model's config.
 
     Raises:
-        BackendUnavailable: nothing is known of that implementation.
+        BackendUnavailable: the implementation has no route.
     """
     route = attention_route(config._attn_implementation)
     if route is None:
@@ -67,14 +70,19 @@ def check_attention(config: Any) -> str:
 
 
 def drops_out(model: nn.Module) -> bool:
-    """Whether training steps attend with dropout: in PyTorch eager then, because no kernel has
-    it.
+    """Whether a model's training steps attend with dropout, which no kernel has: attention then
+    runs in PyTorch eager.
     """
     return any(getattr(module, "attention_dropout", 0) for module in model.modules())
 
 
 def refuse_looking_ahead(layer: Any) -> None:
-    """Refuse a layer that was told not to be causal, as LLM2Vec tells layers alone."""
+    """Refuse an attention layer with `is_causal=False`, which LLM2Vec sets on layers without
+    changing the config.
+
+    Raises:
+        UnsupportedInput: the layer is not causal.
+    """
     if not getattr(layer, "is_causal", True):
         raise UnsupportedInput(
             f"found a {type(layer).__name__} with is_causal=False and a packed row; wanted causal "
@@ -86,8 +94,8 @@ def refuse_looking_ahead(layer: Any) -> None:
 def take_packed_call(
     layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[PackedSequence, dict[str, Any]] | None:
-    """Take the record out of the keywords of a layer's forward; return it with the arguments by
-    name, or None where upstream's forward runs.
+    """Remove the record from the keywords of an attention layer's forward; return the record and
+    the other arguments by name, or None where upstream's forward runs.
 
     Raises:
         PatchConflict: accelerate prepared the model to cut its rows.
@@ -103,8 +111,8 @@ def take_packed_call(
 
 
 class RoutedAttention(Replacement):
-    """Base of attention over a packed row: our op where the model runs sdpa, otherwise
-    upstream's forward with the record.
+    """Base of attention over a packed row: our operation where the model runs sdpa, otherwise
+    upstream's forward with a block mask or cu_seqlens.
     """
 
     endings = ("Attention",)
@@ -114,7 +122,7 @@ class RoutedAttention(Replacement):
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within documents when a record comes down, as upstream otherwise.
+        """Attend within documents if the keywords hold a record; otherwise run upstream's forward.
 
         Args:
             hidden_states: [1, T, D_model] of a packed row.
@@ -142,8 +150,8 @@ class RoutedAttention(Replacement):
     def _attend_packed(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
     ) -> Tensor:
-        """Return the module's output for x [1, T, D_model]; cos and sin [1, T, D_rotary], None
-        without positions.
+        """Return the module's output [1, T, D_model] for x [1, T, D_model]; `position_embeddings`
+        are cos and sin [1, T, D_rotary], None for layers without positions.
         """
         raise NotImplementedError
 
@@ -170,7 +178,7 @@ class RoutedAttention(Replacement):
     def _rotate_tokens(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Rotate q and k [1, T, heads, D], which without positions stay as they are."""
+        """Rotate q and k [1, T, heads, D]; without `position_embeddings`, return them unchanged."""
         if position_embeddings is None:
             return q, k
         q, k = self._rotate(q.transpose(1, 2), k.transpose(1, 2), *position_embeddings)
@@ -178,7 +186,7 @@ class RoutedAttention(Replacement):
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the heads' size, and how many queries have."""
+        """Return the size of a head, and the number of query heads."""
         return {"head_size": layer.head_dim, "query_heads": layer.config.num_attention_heads}
 
 
@@ -200,12 +208,14 @@ class PackedAttention(RoutedAttention):
         return project(out.flatten(2), self.o_proj, state=state)[0]
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: a projection that is more than its weight."""
+        """Whether the packed branch calls a projection instead of reading its weight: one with a
+        bias, hooks or adapters, for instance.
+        """
         return plain_layers(x, part, adapters=False) is None
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
-        """Return what the packed branch reads, as found and as the config says."""
+        """Return the sizes of the projections, as found and as the config says."""
         config, head = layer.config, layer.head_dim
         queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
         return {
@@ -217,21 +227,21 @@ class PackedAttention(RoutedAttention):
 
 
 class QKNormAttention(PackedAttention):
-    """Put in front of attention whose q and k are normalised head by head before they are
-    rotated.
+    """Put in front of attention that normalises each head of q and k before the rotary
+    embedding.
     """
 
     def _rotate_tokens(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate q and k [1, T, heads, D]; the norms are called, whatever their
-        formula.
+        """Normalise and rotate q and k [1, T, heads, D]. The norm modules are called, so that any
+        formula is right.
         """
         return super()._rotate_tokens(self.q_norm(q), self.k_norm(k), position_embeddings)
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
-        """Add the norms to what plain attention has."""
+        """Add the sizes of the norms to those of `PackedAttention`."""
         return PackedAttention.checkpoint_sizes(layer) | {
             "q_norm": (size_of_norm(layer.q_norm), (layer.head_dim,)),
             "k_norm": (size_of_norm(layer.k_norm), (layer.head_dim,)),
@@ -239,8 +249,8 @@ class QKNormAttention(PackedAttention):
 
 
 class GatedQKNormAttention(RoutedAttention):
-    """Put in front of attention whose query projection also gives an output gate, and which norms
-    every head's q and k.
+    """Put in front of attention whose query projection also gives an output gate, and which
+    normalises each head of q and k.
     """
 
     def _attend_packed(
@@ -264,8 +274,8 @@ class GatedQKNormAttention(RoutedAttention):
     def _norm_rotate(
         self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, backend: str
     ) -> tuple[Tensor, Tensor]:
-        """Normalise and rotate q and k [1, T, heads, D]; "torch" means upstream's modules, or
-        whatever has replaced them.
+        """Normalise and rotate q and k [1, T, heads, D]; with "torch", call the model's norm
+        modules.
         """
         fused = backend != "torch" and adds_one(self.q_norm, self) and adds_one(self.k_norm, self)
         if position_embeddings is None or not fused:
@@ -280,8 +290,8 @@ class GatedQKNormAttention(RoutedAttention):
         )
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: a norm or a projection that is more than
-        weights and formula.
+        """Whether the packed branch calls a norm or a projection instead of reading its weight: one
+        with hooks or adapters, for instance, or a norm of another formula.
         """
         return (
             not adds_one(part, self)
@@ -291,7 +301,9 @@ class GatedQKNormAttention(RoutedAttention):
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
-        """Return what the packed branch reads, as found and as the config says."""
+        """Return the sizes of the projections and norms, as found and as the config says; the query
+        projection also holds the gate.
+        """
         config, head = layer.config, layer.head_dim
         return QKNormAttention.checkpoint_sizes(layer) | {
             "q_proj": (

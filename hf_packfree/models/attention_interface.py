@@ -1,8 +1,9 @@
-"""Attention that calls transformers' AttentionInterface, of any family.
+"""Attention layers of any family that call transformers' AttentionInterface.
 
-Upstream's forward of an attention layer looks up by name what attends. For a packed row the name is
-that of an entry of ours, which runs `hf_packfree.ops.attention` with what the layer passes: its
-scaling, dropout, sliding window, softcap and sinks. The model's config keeps the name that it has.
+Upstream's forward of an attention layer looks up the attention function by name. For a packed row
+the layer finds the name of our entry, which runs `hf_packfree.ops.attention` with the scaling,
+dropout, sliding window, softcap and sinks that the layer passes. The model's config keeps its own
+name.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from hf_packfree.ops.attention import attention
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 
 NAME = "packfree"
-"""Of our entry in transformers' AttentionInterface."""
+"""The name of our entry in transformers' AttentionInterface."""
 _OPTIONS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
-"""{what a layer says of its scores: the keyword of our operation}."""
+"""{keyword that a layer passes to its attention function: the keyword of our operation}."""
 _HEAD = "qk_head_dim", "head_dim", "head_size"
-"""What layers call the size of a head."""
+"""The attributes in which layers hold the size of a head."""
 
 
 class InterfaceAttention(Replacement):
     """Put in front of attention that calls the AttentionInterface: upstream's forward runs on
-    packed rows too, and our operation attends in it.
+    packed rows too, and calls our operation as its attention function.
 
-    A flash attention that the model was loaded with runs itself, on boundaries.
+    If the model was loaded with a flash attention, upstream's forward calls that one, with
+    cu_seqlens.
     """
 
     endings = ("Attention",)
@@ -41,14 +43,14 @@ class InterfaceAttention(Replacement):
     follows_trees = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give transformers our entry, before a packed row asks for it."""
+        """Register our entry with transformers."""
         AttentionInterface.register(NAME, _attend)
         super().__init_subclass__(**kwargs)
 
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within documents when a record comes down, as upstream otherwise.
+        """Attend within documents if the keywords hold a record; otherwise run upstream's forward.
 
         Args:
             hidden_states: [1, T, D_model] of a packed row.
@@ -71,15 +73,15 @@ class InterfaceAttention(Replacement):
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the heads' size, how many queries have, and what their scores need besides a
-        scale.
+        """Return the size of a head, the number of query heads, and what a backend has to support:
+        a window, a softcap, sinks, another size of value heads.
         """
         config = layer.config
         size = next(getattr(layer, name) for name in _HEAD if hasattr(layer, name))
         window = getattr(layer, "sliding_window", getattr(config, "sliding_window", None))
         values = getattr(layer, "v_head_dim", size)
         needs = {
-            # EXAONE 4's other layers have one, too, and do not use it
+            # EXAONE 4's full-attention layers have a window, too, and do not use it
             "window": (getattr(layer, "is_sliding", True) and window) or 0,
             "softcap": int(bool(getattr(layer, "attn_logit_softcapping", None))),
             "sinks": int(hasattr(layer, "sinks")),
@@ -90,8 +92,8 @@ class InterfaceAttention(Replacement):
 
 
 class AttentionOfCall:
-    """An attention layer as upstream's forward sees it during one call: itself but for the name of
-    what attends.
+    """The `self` that upstream's forward of an attention layer gets during one call: the layer,
+    with our name of the attention function in its config.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -103,7 +105,7 @@ class AttentionOfCall:
 
 
 class ConfigOfCall:
-    """Its config."""
+    """The config of an `AttentionOfCall`: the layer's, with our name of the attention function."""
 
     _attn_implementation = NAME
 
@@ -126,15 +128,16 @@ def _attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend within documents, for upstream's forward.
+    """Attend within documents: the attention function that upstream's forward calls.
 
     Args:
-        query, key, value: [1, heads, T, D], of grouped heads or not.
-        kwargs: what the layer says of its scores, see `_OPTIONS`; sinks are [heads]. And those of
-            the model's forward.
+        query, key, value: [1, heads, T, D]; key and value may have fewer heads.
+        kwargs: the layer's, see `_OPTIONS`; sinks are [heads]. The other keywords of the model's
+            forward come along.
 
     Returns:
-        [1, T, heads, D], and attention weights where they are wanted and the model makes them.
+        The output [1, T, heads, D], and the attention weights if the caller wants them and the
+        model runs eager attention, else None.
     """
     layer = module.layer
     given = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
@@ -149,7 +152,7 @@ def _attend(
         )
         return made
     dtype = value.dtype
-    # under autocast a rotary embedding may be wider
+    # under autocast the rotary embedding may return a wider dtype
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     out = attention(
         q,
@@ -161,18 +164,18 @@ def _attend(
         backend=state_of(layer).kernels_for(q.device, dtype)["attention"],
         **{_OPTIONS[name]: option for name, option in given.items()},
     )
-    # nothing, before an output projection that may have a bias
+    # zeros enter the output projection, which may have a bias
     return packed_sequence.zero_left_pad(out.flatten(2)).view_as(out), None
 
 
 def _refuse_lost_cap(layer: Any, softcap: float | None) -> None:
-    """Refuse capped scores where upstream's own attention, for rows that are not packed, leaves
-    them as they are: another model than in packed rows.
+    """Refuse a softcap under sdpa: upstream drops the cap in rows that are not packed, so that
+    these rows would run another model than packed rows.
 
-    transformers runs Gemma 2 so by default up to 5.19 at least; 5.23 does not.
+    transformers loads Gemma 2 with sdpa by default up to 5.19 at least; 5.23 does not.
 
     Raises:
-        BackendUnavailable: it does.
+        BackendUnavailable: the layer has a softcap, and the model runs sdpa.
     """
     if softcap is not None and check_attention(layer.config) == "varlen":
         raise BackendUnavailable(
@@ -183,11 +186,10 @@ def _refuse_lost_cap(layer: Any, softcap: float | None) -> None:
 
 
 def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:
-    """Refuse a text model whose attention looks ahead, and a model around it that is more than
-    text.
+    """Refuse a text model with bidirectional attention, and a text model inside a multimodal model.
 
     Raises:
-        UnsupportedModel: it is one.
+        UnsupportedModel: `trunk` is such a text model.
     """
     if looks_ahead(trunk):
         raise UnsupportedModel(
@@ -205,11 +207,13 @@ def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:
 
 
 def looks_ahead(trunk: Any) -> bool:
-    """Whether a text model's configuration makes its attention one that sees later tokens."""
+    """Whether a text model's configuration asks for bidirectional attention."""
     return bool(getattr(trunk.config, "use_bidirectional_attention", False))
 
 
 def is_more_than_text(module: Any) -> bool:
-    """Whether a module's configuration holds one of a text model besides others."""
+    """Whether a module's configuration is of a multimodal model: it holds the text model's
+    configuration as a part.
+    """
     config = getattr(module, "config", None)
     return isinstance(config, PreTrainedConfig) and config.get_text_config() is not config

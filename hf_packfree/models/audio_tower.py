@@ -1,14 +1,15 @@
-"""Audio towers: an audio's features are those of the audio alone, whatever else is in the call.
+"""Audio towers whose features of an audio do not depend on the other audios of the call.
 
-Upstream cuts audios into chunks of `2 * n_window` frames and pads all of them to the longest chunk
-of the call before its convolutions. Each of them turns that padding into something that the next
-one reads, so the features of an audio shorter than a chunk change if a longer one is in the call.
-Here it is cut to the width that it has alone before each convolution; upstream's own layers do
-everything else, once for all audios, so that ranks with other audios call them as often.
+Upstream cuts audios into chunks of `2 * n_window` frames and pads all chunks to the longest one of
+the call before its convolutions. Each convolution turns the padding into values that the next one
+reads, so the features of an audio shorter than a chunk change if a longer audio is in the call.
+Here, before each convolution, values beyond the width that a chunk has alone are set to zero.
+Upstream's layers run once for all audios, so that ranks with different audios call the layers
+equally often.
 
-Before transformers 5.9 upstream's sdpa and eager attention read no windows: audios attended to each
-other, and a long one beyond its window. Here they stop at windows in every release, as later ones
-and flash attention do.
+Before transformers 5.9 upstream's sdpa and eager attention ignored windows: audios attended to each
+other, and long audios beyond their windows. Here attention stops at windows in every release, as
+flash attention and later releases do.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class PackedAudioTower(Replacement):
         feature_lens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run upstream's forward, with short audios padded as they are alone.
+        """Run upstream's forward, with short audios padded as if each were alone in the call.
 
         Args:
             input_features: [mel bins, frames], the audios one after the other.
-            feature_lens: integers [audios], frames of each.
+            feature_lens: integers [audios], the number of frames of each audio.
         """
         arguments = {"input_features": input_features, "feature_lens": feature_lens, **kwargs}
         widths = (
@@ -52,29 +53,29 @@ class PackedAudioTower(Replacement):
         with ExitStack() as hooks:
             width = torch.tensor(widths, device=feature_lens.device)  # type: ignore[union-attr]
             for conv in (self.conv2d2, self.conv2d3):
-                # of stride 2, as every one of them
+                # all convolutions have stride 2
                 width = (width - 1) // 2 + 1
                 hooks.enter_context(conv.register_forward_pre_hook(_Cut(width)))
             return super().forward(**arguments)
 
 
 def chunk_widths(lengths: list[int], chunk: int) -> list[int]:
-    """Return the frames that each chunk of the audios, in order, has or is padded to where its
-    audio is alone.
+    """Return the number of frames of each chunk of the audios, in order, with the padding that it
+    gets if its audio is alone in the call.
     """
     return [min(length, chunk) for length in lengths for _ in range(-(-length // chunk))]
 
 
 class _Cut:
-    """Zeroes what chunks have beyond their widths, in front of a convolution that takes them a
-    part at a time.
+    """A forward pre-hook of a convolution that sets chunks to zero beyond their widths. One call of
+    the tower may call the convolution several times, each with the next chunks.
     """
 
     def __init__(self, widths: Tensor) -> None:
         self._widths, self._seen = widths, 0
 
     def __call__(self, conv: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        """Cut chunks [n, channels, mel bins, width], the next n of the call."""
+        """Cut the next n chunks of the tower's call, [n, channels, mel bins, width]."""
         (x,) = inputs
         widths = self._widths[self._seen : self._seen + len(x)].to(x.device)
         self._seen += len(x)
@@ -83,17 +84,18 @@ class _Cut:
 
 
 class PackedAudioAttention(Replacement):
-    """Put in front of an audio tower's attention: our op where the model runs sdpa; it calls the
-    projections.
+    """Put in front of an audio tower's attention: our operation where the model runs sdpa, and
+    eager attention in releases that ignore windows. The projection modules are called.
     """
 
     endings = ("AudioAttention",)
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Attend within windows of audios [T, H * D].
+        """Return the attention's output [T, H * D] for audios [T, H * D], each token attending
+        within its window.
 
         Args:
-            cu_seqlens: int32 [N+1], the offsets of windows.
+            cu_seqlens: int32 [N+1], the offsets of windows in tokens.
         """
         loaded = self.config._attn_implementation
         if "flash" in loaded or (loaded == "eager" and not compat.AUDIO_IGNORES_WINDOWS):
@@ -109,5 +111,5 @@ class PackedAudioAttention(Replacement):
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the heads' size."""
+        """Return the size of a head."""
         return {"tower_head_size": layer.head_dim}

@@ -1,7 +1,7 @@
-"""What all replacements of upstream's classes share, and the checkpoint contract that they depend
-on.
+"""The base of all classes that replace upstream's, and the checkpoint contract that these classes
+depend on.
 
-The contract: parameters and sizes that are the same in every release of a family.
+The contract: the parameters and sizes that every checkpoint of a family has.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _Class = TypeVar("_Class", bound="type[Replacement]")
 
 
 class _Absent:
-    """An attribute that upstream's class has and ours must not: `hasattr` is False of class and
-    instance.
+    """An attribute that upstream's class has and a patched class must not have: `hasattr` is False
+    for the class and its instances.
     """
 
     def __get__(self, instance: object, owner: type) -> Any:
@@ -32,35 +32,37 @@ class Replacement(nn.Module):
     """Base of the mixins that patched classes put in front of upstream's.
 
     transformers decides by a class's name and module which weight conversions, output recorders and
-    attention settings apply; FSDP and accelerate decide by its name which layers to wrap. A
-    replacement therefore has upstream's name and module, and keeps its own module's name for
-    pickling.
+    attention settings apply; FSDP and accelerate decide by a class's name which layers to wrap. A
+    replacement therefore has upstream's name and module, and keeps the name of its own module in
+    `packfree_home`, for pickling.
     """
 
     packfree: ClassVar[PatchState | None] = None
     packfree_home: ClassVar[str] = ""
     upstream: ClassVar[Any] = None
-    """The modeling module of the class that it is put in front of."""
+    """The modeling module of upstream's class."""
     endings: ClassVar[tuple[str, ...]] = ()
-    """How the names of the classes end that it is put in front of, see `classes_of`."""
+    """The endings of the names of upstream's classes that the mixin is put in front of, see
+    `classes_of`.
+    """
     inputs: ClassVar[tuple[str, ...]] = ()
-    """The names of the linear layers that the packed branch multiplies the module's input with,
-    all at once.
+    """The names of the linear layers that read the module's input, which the packed branch runs as
+    one product.
     """
     follows_trees: ClassVar[bool] = False
-    """Whether a mixer reads the path of each segment in a tree of shared prefixes."""
+    """Whether a token mixer follows each segment's path in a tree of shared prefixes."""
     positional_names: ClassVar[tuple[str, ...]] = ()
-    """The names of upstream's positional parameters; releases differ in them."""
+    """The names of the positional parameters of upstream's forward, in which releases differ."""
     attends_for: ClassVar[tuple[str, ...]] = ("sdpa",)
     """The attention implementations in whose place an attention layer runs our operation."""
     kernel_layer_name = _Absent()
-    """`kernelize` replaces the forward of every instance whose class has this, anew on each
-    train() and eval().
+    """`kernelize` replaces, on each train() and eval(), the forward of every instance whose class
+    has this attribute.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a class in front of upstream's show upstream's signature: trainers and tools
-        choose by it what they pass.
+        """Give a class in front of upstream's the signature of upstream's forward, by which
+        trainers and tools choose the arguments that they pass.
         """
         owner: Any = next(base for base in cls.__mro__ if "forward" in vars(base))
         upstream: Any = upstream_of(cls)
@@ -71,46 +73,45 @@ class Replacement(nn.Module):
             )
             if issubclass(owner, Replacement) and upstream_of(owner) is nn.Module:
                 cls.forward = _showing(vars(owner)["forward"], upstream.forward)
-        # upstream's layers wrap what the class has by now
+        # transformers' GradientCheckpointingLayer wraps the forward that the class has at this
+        # point
         super().__init_subclass__(**kwargs)
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of a forward by upstream's names; None where upstream refuses
-        their number or a name twice.
+        """Return the arguments of a forward by upstream's names; None if there are too many or one
+        is given twice, for which upstream's forward raises.
         """
         named = dict(zip(self.positional_names, args)) | kwargs
         return named if len(named) == len(args) + len(kwargs) else None
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the sizes of a layer, ours or upstream's, that backends check; see
-        `Target.sizes`.
+        """Return the sizes of a layer, patched or not, by which backends decide whether they run
+        it; see `Target.sizes`.
         """
         return {}
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls its child `name` for inputs like x, instead of reading
-        the weights of it.
+        """Whether the packed branch calls the child `name` for inputs like x, instead of reading
+        the child's weights.
 
-        How a called module rounds is not known.
+        For a called module it is unknown how the output is rounded.
         """
         return True
 
-    # the attributes are upstream's
+    # mypy knows no attributes of upstream's classes
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the module that the class is really in."""
+        """Pickle and copy by `packfree_home`, the module where the class can be imported."""
         return _blank, (self.packfree_home, type(self).__qualname__), self.__dict__
 
 
 def upstream_of(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a replacement is put in front of: `nn.Module` where it is not in
-    front of anything yet.
-    """
-    # FSDP puts a class that is no module in front
+    """Return upstream's class that a replacement is in front of: `nn.Module` for a mixin."""
+    # FSDP puts a class that is no nn.Module in front
     return next(
         base
         for base in cls.__mro__
@@ -119,8 +120,8 @@ def upstream_of(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _showing(forward: FunctionType, upstream: Any) -> FunctionType:
-    """Return a copy of `forward`, without a frame more per call, that has upstream's signature
-    and annotations.
+    """Return a copy of `forward` with upstream's signature and annotations; unlike a wrapper, a
+    copy adds no frame to a call.
     """
     parts = (
         forward.__code__,
@@ -158,8 +159,9 @@ _Half = type[Replacement]
 
 
 def classes_of(upstream: Any, home: str, *halves: _Half) -> dict[str, _Half]:
-    """Return {name: our class} of the classes of the modeling module `upstream` whose names end as
-    one of the halves says; the longest ending decides, and of several halves that have it the last.
+    """Return {name: our class} for the classes of the modeling module `upstream` whose names have
+    an ending of one of the halves. The longest ending decides; if several halves have that ending,
+    the last of these halves.
     """
     own = (
         name
@@ -171,8 +173,8 @@ def classes_of(upstream: Any, home: str, *halves: _Half) -> dict[str, _Half]:
 
 
 def half_for(name: str, halves: Iterable[_Half]) -> _Half | None:
-    """Return what of `halves` is put in front of a class of that name, see `classes_of`; None:
-    nothing.
+    """Return which of `halves` is put in front of a class of that name, see `classes_of`, or
+    None.
     """
     by_ending = {ending: half for half in halves for ending in half.endings}
     fitting = (ending for ending in by_ending if name.endswith(ending))
@@ -180,12 +182,12 @@ def half_for(name: str, halves: Iterable[_Half]) -> _Half | None:
 
 
 def put_in_front(upstream: Any, home: str, halves: Mapping[str, _Half]) -> dict[str, _Half]:
-    """Return {name: our class} of classes of the modeling module `upstream`, each with what is put
-    in front of it.
+    """Return {name: our class} for classes of the modeling module `upstream`, each a subclass of a
+    half and upstream's class.
 
     Args:
-        home: of ours, where pickling finds them: see `replacements`.
-        halves: {name: what is put in front}.
+        home: where pickling finds our classes: see `replacements`.
+        halves: {name of upstream's class: half}.
     """
     made: dict[str, _Half] = {}
     for name, half in halves.items():
@@ -195,8 +197,9 @@ def put_in_front(upstream: Any, home: str, halves: Mapping[str, _Half]) -> dict[
 
 
 def replacements(home: str) -> Mapping[str, Any]:
-    """Return the names of a module of ours, its classes among them; where `home` is
-    "module:upstream", of what the module makes for the modeling module `upstream`.
+    """Return {name: value} of a module of ours, its patched classes among them. If `home` is
+    "module:upstream", return the result of the module's function `replacements` for the modeling
+    module `upstream`.
     """
     name, _, upstream = home.partition(":")
     module = import_module(name)
@@ -209,46 +212,46 @@ def _blank(home: str, name: str) -> Any:
 
 
 Sizes = dict[str, tuple[Any, Any]]
-"""Name of a part: (what the module has, what its config says)."""
+"""{name of a part: (the size that the module has, the size that its config says)}."""
 
 
 def kinds_of_layers(config: Any) -> list[str]:
     """Return the kind of each decoder layer; a config that does not name them has one kind."""
     layers: int = config.num_hidden_layers
-    # hybrids call them otherwise before transformers 5.5
+    # hybrids have `layers_block_type` before transformers 5.5
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return list(kinds or ["full_attention"] * layers)[:layers]
 
 
 def part_at(layer: nn.Module, path: str) -> nn.Module | None:
-    """Return what a decoder layer holds at a dotted path, None where there is nothing."""
+    """Return the module at a dotted path in a decoder layer, None where there is none."""
     for name in path.split("."):
         layer = getattr(layer, name, None)  # type: ignore[assignment]
     return layer
 
 
 def size_of_linear(layer: Any) -> tuple[int, int]:
-    """(out, in) features; adapters and quantised layers keep these names while their weights
-    change shape.
+    """Return (out_features, in_features), which adapters and quantised layers keep while the shapes
+    of their weights change.
     """
     return layer.out_features, layer.in_features
 
 
 def size_of_norm(norm: Any) -> tuple[int, ...]:
-    """Shape of the norm's weight."""
+    """Return the shape of the norm's weight."""
     return size_of(norm.weight)
 
 
 def size_of(parameter: Any) -> tuple[int, ...]:
-    """Shape of a parameter; one that DeepSpeed's ZeRO-3 has sharded is empty and keeps its whole
-    shape as `ds_shape`.
+    """Return the whole shape of a parameter; a parameter sharded by DeepSpeed's ZeRO-3 is empty,
+    and has its whole shape in `ds_shape`.
     """
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def contract_violations(layer: nn.Module, sizes_of: Callable[[Any], Sizes]) -> list[str]:
-    """Return a sentence per part of `layer` that is missing or has another size than its config
-    says.
+    """Return a sentence for each part of `layer` that is missing or whose size differs from the
+    config's.
     """
     try:
         sizes = sizes_of(layer)

@@ -1,4 +1,6 @@
-"""The base of patched heads: a forward with upstream's signature that makes a row of the batch."""
+"""The base of patched heads: a forward with upstream's signature that turns the batch into a
+row.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from hf_packfree.models.trunk import check_model_of
 
 
 class Head(Replacement):
-    """Base of replaced heads; each subclass's forward has upstream's signature, by which
-    trainers choose what to pass.
+    """Base of patched heads; each subclass's forward has upstream's signature, by which trainers
+    choose the arguments that they pass.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -28,11 +30,11 @@ class Head(Replacement):
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             now: Any = type(self)
-            # the patches were removed under a wrapper that holds this bound method
+            # a wrapper holds this bound method, and the patches were removed since
             if not issubclass(now, cls):
                 return now.forward(self, *args, **kwargs)
             arguments = self.by_name(args, kwargs)
-            # which is an error of upstream's to raise
+            # upstream raises its own error
             if arguments is None:
                 return upstream.forward(self, *args, **kwargs)
             return self._forward_as_row(upstream.forward, Call(self, arguments))
@@ -40,13 +42,13 @@ class Head(Replacement):
         functools.update_wrapper(forward, upstream.forward)
         replaced: Any = cls
         replaced.forward = forward
-        # torch.compile reads no property by super()
+        # torch.compile cannot read a property by super()
         loss: Any = upstream.loss_function
         replaced._upstream_loss = staticmethod(getattr(loss, "fget", None) or loss.__get__)
 
     @property
     def loss_function(self) -> Any:
-        """Upstream's or the caller's; see `LossOfCall`."""
+        """The loss function, upstream's or one that the caller set; see `LossOfCall`."""
         return LossOfCall(self._loss(), {})
 
     @loss_function.setter
@@ -55,7 +57,7 @@ class Head(Replacement):
         if isinstance(upstream.loss_function, property):
             upstream.loss_function.__set__(self, function)
         else:
-            # a method of the user's class, which an attribute of the instance goes before
+            # the user's class has a method of that name, which the instance's attribute overrides
             self.__dict__["loss_function"] = function
 
     def _loss(self) -> Any:
@@ -72,8 +74,10 @@ class Head(Replacement):
 
 
 def forget_losses(output: Any) -> None:
-    """Make losses over no target 0 instead of NaN, with their graph: all gradients are zeros."""
+    """Set the losses of an output without targets to 0 instead of NaN, in place; their gradients
+    are zeros.
+    """
     for name in ("loss", "aux_loss"):
         if output.get(name) is not None:
-            # a mean over nothing is NaN
+            # the mean over no target is NaN
             output[name] = output[name].nan_to_num() * 0.0

@@ -1,4 +1,4 @@
-"""One call of a patched head or text model: what it was given, by upstream's names."""
+"""One call of a patched head or text model: its arguments, by upstream's names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from hf_packfree.models import compat
 from hf_packfree.packing import Batch, PackedSequence
 
 UNREAD = None
-"""The value of `packed_sequence` where the batch was not read yet."""
+"""The value of the argument `packed_sequence` before the batch is read."""
 UNPACKED = False
-"""Its value where the batch was read, and runs as upstream runs it."""
+"""The value of the argument `packed_sequence` once the batch is read, if it runs as upstream runs
+it.
+"""
 _MEDIA = (
     "pixel_values",
     "pixel_values_videos",
@@ -26,7 +28,7 @@ _MEDIA = (
     "audio_feature_lengths",
 )
 _OF_MEDIA = ("image_", "video_", "audio_")
-"""What the names of further arguments of towers start with."""
+"""The prefixes of the names of other arguments of towers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +36,11 @@ class Call:
     """One call of a head or text model.
 
     Attributes:
-        module: head or text model; of a vision-language model its text model.
-        arguments: of its forward, by name; once `enter` has read them, without the packing
-            keywords and with `packed_sequence`, which patched modules below only receive.
-        packed: what `enter` has read; None before, and where upstream runs the batch as it came.
+        module: the head or text model that was called; for a vision-language model, its text model.
+        arguments: those of the forward, by name. `enter` removes the packing keywords and adds
+            `packed_sequence`, by which patched modules below get the record.
+        packed: the record that `enter` has read from the batch; None before `enter`, and where
+            upstream runs the batch as it came.
     """
 
     module: Any
@@ -53,8 +56,8 @@ class Call:
         return Call(self.module, self.arguments | arguments, self.packed)
 
     def with_padding(self) -> Call:
-        """Return the call that leaves padded rows of one document each to upstream, in releases
-        that read their padding right.
+        """Return the call that leaves padded rows of one document each to upstream; the call itself
+        where the release of transformers misreads the padding of a single row.
         """
         assert self.packed is not None
         if compat.MISREADS_PADDING_OF_ONE_ROW and self.packed.batch_shape[0] == 1:
@@ -63,7 +66,7 @@ class Call:
 
     @property
     def config(self) -> Any:
-        """Of the text model."""
+        """The text model's config."""
         return self.module.config.get_text_config()
 
     @property
@@ -76,7 +79,7 @@ class Call:
 
     @property
     def has_batch(self) -> bool:
-        """Whether there are tokens to read, ids or embeddings; otherwise upstream raises its own
+        """Whether the call has tokens, as ids or as embeddings; otherwise upstream raises its own
         error.
         """
         both = (self.get(name) for name in ("input_ids", "inputs_embeds"))
@@ -90,19 +93,19 @@ class Call:
 
     @property
     def is_whole_batch(self) -> bool:
-        """Whether this is a batch without a cache whose documents a head has to know for its
-        loss.
+        """Whether the call is of a batch without a cache, whose documents the head has to know for
+        its loss.
         """
         return self.cache is None and self.get("packed_sequence") is not UNPACKED and self.has_batch
 
     @property
     def has_media(self) -> bool:
-        """Whether there are images, videos or audio, or features of them."""
+        """Whether the call has images, videos or audio, or their features."""
         return any(self.get(name) is not None for name in _MEDIA)
 
     @property
     def wants_all_logits(self) -> bool:
-        """Whether the logits of every token are wanted."""
+        """Whether the caller wants the logits of every token."""
         kept = self.get("logits_to_keep", 0)
         return isinstance(kept, int) and kept == 0
 
@@ -116,11 +119,13 @@ class Call:
 
 
 Run = Callable[[Any, Call], Any]
-"""A head's way through: upstream's forward, or what stands for it, and the call."""
+"""Runs a call in a patched head: takes upstream's forward, or a function in its place, and the
+call.
+"""
 
 
 def of_media(name: str) -> bool:
-    """Whether an argument of a forward belongs to media, so that its dimensions are not the
-    batch's, though they may be equal by chance.
+    """Whether an argument of a forward belongs to media: its dimensions are then not the batch's,
+    even if they are equal by chance.
     """
     return name in _MEDIA or name.startswith(_OF_MEDIA)

@@ -1,4 +1,4 @@
-"""A packed row's way through a text model whose layers are captured in a CUDA graph."""
+"""Running a packed row through a text model by a CUDA graph of its layers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ _READ = frozenset(
         "return_dict",
     }
 )
-"""The arguments that captured layers get; a row with another one, not None, is not replayed."""
+"""The arguments that a graph's layers can have; a row with any other argument that is not None is
+not replayed.
+"""
 _OF_THE_LOSS = "labels", "shift_labels", "num_items_in_batch"
-"""Keywords that upstream's heads pass down and no layer reads."""
+"""Keywords that upstream's heads pass to the text model and no layer reads."""
 _OUTPUTS = "output_hidden_states", "output_router_logits", "output_attentions"
 
 
 def in_graph(
     trunk: Any, forward: Callable[..., Any], row: dict[str, Any], packed: PackedSequence
 ) -> Any:
-    """Return upstream's output of a row, from a graph; None where it has to run without.
+    """Return the text model's output for a row from a CUDA graph, or None where the row has to run
+    without one.
 
     Args:
         trunk: the text model.
-        forward: upstream's, of the text model.
-        row: its arguments.
-        packed: the record among them.
+        forward: upstream's forward of the text model.
+        row: the arguments of the forward.
+        packed: the record in `row`.
     """
     state = state_of(trunk)
     if state.cuda_graphs == "never" or not _is_training_step(trunk, row):
@@ -50,7 +53,8 @@ def in_graph(
     device, enabled, dtype = packed.seq_idx.device, *_autocast(packed.seq_idx.device)
 
     def layers(embeddings: Tensor, positions: Tensor, captured: PackedSequence) -> Tensor:
-        # a weight that autocast has rounded stays in its cache, and would be read when it is old
+        # autocast's cache keeps rounded weights: a replay would read them after the weights have
+        # changed
         with torch.autocast(device.type, dtype, enabled, cache_enabled=False):
             output = forward(
                 inputs_embeds=embeddings,
@@ -78,17 +82,17 @@ def in_graph(
 
 
 def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
-    """Whether it is a training step in eager mode on a GPU."""
+    """Whether the row belongs to a training step in eager mode on a GPU."""
     x = row["input_ids"] if row.get("inputs_embeds") is None else row["inputs_embeds"]
     eager = not torch.compiler.is_compiling()
     return bool(trunk.training and torch.is_grad_enabled() and x.is_cuda and eager)
 
 
 def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
-    """Return why this row cannot be replayed, or None."""
+    """Return why a row cannot be replayed, or None."""
     if not has_fixed_frequencies(trunk.config):
         return "its rotary embedding depends on the longest position"
-    # a capture would copy activations to memory that is another's by the time of a replay
+    # a capture would copy activations to memory that belongs to other tensors at a replay
     if has_saved_tensor_hooks():
         return "activations are offloaded or recomputed (hooks of saved tensors)"
     for name in _OUTPUTS:
@@ -103,7 +107,9 @@ def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
 
 
 def _unbounded(trunk: Any) -> str | None:
-    """Return which operation runs where nobody tried rows with empty documents, or None."""
+    """Return which operation runs in an implementation that was not tested with empty documents, in
+    words, or None.
+    """
     weight = trunk.get_input_embeddings().weight
     enabled, dtype = _autocast(weight.device)
     kernels = state_of(trunk).kernels_for(weight.device, dtype if enabled else weight.dtype)

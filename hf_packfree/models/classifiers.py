@@ -1,4 +1,4 @@
-"""Classification heads: padding runs where its outputs enter the result or the loss."""
+"""Classification heads, which run padding if its outputs enter the result or the loss."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hf_packfree.packing.tree import refuse_tree
 
 
 class _Classifier(Head):
-    """Base of classification heads: upstream's forward runs, on padding too where
-    `_reads_padding` says so.
+    """Base of classification heads: runs upstream's forward, with padding if `_reads_padding`
+    returns True.
     """
 
     def _forward_as_row(self, upstream: Any, call: Call) -> Any:
@@ -45,15 +45,15 @@ class _Classifier(Head):
 
 
 class SequenceHead(_Classifier):
-    """One result per row, from the last token that is not the padding token: real, unless mask
-    and token disagree.
+    """One result per row, from the last token that is not the padding token. That token is real
+    unless the mask contradicts the ids.
     """
 
     endings = ("ForSequenceClassification",)
 
     def _reads_padding(self, real: Tensor, call: Call) -> bool:
         pad, ids = self.config.get_text_config().pad_token_id, call.get("input_ids")
-        # upstream reads the last token of every row
+        # upstream then reads the last token of every row
         if pad is None or ids is None:
             return not bool(real[:, -1].all())
         positions = torch.arange(ids.shape[1], device=ids.device) * (ids != pad)
@@ -61,20 +61,22 @@ class SequenceHead(_Classifier):
 
 
 class TokenHead(_Classifier):
-    """One result per token: padding matters where it has a label."""
+    """One result per token: padding is run if any padding token has a label."""
 
     endings = ("ForTokenClassification",)
 
     def _reads_padding(self, real: Tensor, call: Call) -> bool:
         labels = call.get("labels")
-        # which is an error of upstream's to raise
+        # upstream raises its own error
         if labels is None or labels.numel() != real.numel():
             return labels is not None
         return bool((labels.reshape(real.shape)[~real] != IGNORED).any())
 
 
 class SpanHead(_Classifier):
-    """Start and end of an answer's span: upstream's softmax runs over padding too."""
+    """Start and end of an answer's span: upstream's softmax is over all tokens of a row, padding
+    included.
+    """
 
     def _reads_padding(self, real: Tensor, call: Call) -> bool:
         return True

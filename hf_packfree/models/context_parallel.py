@@ -1,8 +1,7 @@
-"""Where a whole row enters a head and one rank's shard of it goes on, under context parallelism.
+"""Heads under context parallelism: each rank gets the whole row and runs its shard.
 
-Loss and gradients come out as one process's: with `num_items_in_batch` the losses of all ranks, and
-the gradients, add up to it, which is what the Trainer expects; without it their mean is it, which
-is what DDP computes.
+Loss and gradients are those of one process. With `num_items_in_batch`, they are the sums of the
+ranks' losses and gradients, as the Trainer expects; without it, their means, as DDP computes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hf_packfree.parallel import ContextParallel
 from hf_packfree.parallel.collectives import gather_row
 
 _OF_LOSS: tuple[str, ...] = ("shift_labels", "num_items_in_batch")
-"""What a loss of a shard needs, whatever upstream's head hands on."""
+"""Keywords that the loss of a shard needs, even if upstream's head does not pass them on."""
 
 
 def forward_shard(
@@ -44,21 +43,22 @@ def forward_shard(
     """Run a head's forward on this rank's tokens of a row.
 
     Args:
-        head: patched.
-        run: upstream's forward; takes its arguments, and what its loss gets whatever it hands on.
-        row: its arguments for the whole row, [1, T, ...] each, targets included.
+        head: the patched head.
+        run: runs upstream's forward; takes the forward's arguments, and keywords that the loss gets
+            even if upstream's head does not pass them on.
+        row: the forward's arguments for the whole row, [1, T, ...] each, targets included.
         packed: the record of the row.
-        settings: the group.
-        counted: the caller gave `num_items_in_batch`.
+        settings: the group, and how its ranks share operations.
+        counted: whether the caller passed `num_items_in_batch`.
 
     Returns:
-        Upstream's output. In training its logits are those of this rank's tokens, [1, t, V];
-        otherwise they are gathered, and have the caller's shape.
+        Upstream's output. In training the logits are those of this rank's tokens, [1, t, V];
+        otherwise logits are gathered from all ranks, in the caller's shape.
 
     Raises:
-        UnsupportedInput: something is wanted that a shard cannot give, or ranks have different
-            batches.
-        PatchConflict: ranks are not set up alike.
+        UnsupportedInput: the loss takes no `num_items_in_batch`, ranks have different batches, or
+            see `share_media`.
+        PatchConflict: ranks have different packages, options or models.
     """
     if row.get("labels") is not None and "num_items_in_batch" not in row:
         raise UnsupportedInput(
@@ -79,7 +79,7 @@ def forward_shard(
     with reaching_media(head.get_input_embeddings(), media):
         output = run(mine, of_loss)
     experts, loss = output.get("aux_loss"), output.get("loss")
-    # every rank has all of it, and it counts once
+    # every rank computes the whole auxiliary loss, which counts once
     if experts is not None and loss is not None:
         coefficient = head.config.get_text_config().router_aux_loss_coef
         loss = loss - (1 - 1 / settings.world) * coefficient * experts
@@ -92,7 +92,7 @@ def forward_shard(
 
 
 def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Return a head's arguments for a shard of a row of `tokens` tokens."""
+    """Return a head's arguments for a shard, from those for the whole row of `tokens` tokens."""
     whole, ignored = local.whole_row, row.get("ignore_index", IGNORED)
 
     def cut(name: str, value: Any) -> Any:
@@ -105,7 +105,7 @@ def _arguments_of(local: PackedSequence, row: dict[str, Any], tokens: int) -> di
 
     partly = whole.padding_segments and whole.num_real_tokens
     return {name: cut(name, value) for name, value in row.items()} | {
-        # of the experts' statistics, which are the whole row's
+        # for the experts' statistics, which are over the whole row
         "attention_mask": whole.is_real().long() if partly else None,
         "packed_sequence": local,
     }
@@ -118,19 +118,19 @@ def resolve_ways(
     ops: Iterable[str],
     forced: Mapping[str, str],
 ) -> ContextParallel:
-    """Return the settings for a model with every "auto" decided; refuse a model that the ranks
-    cannot share.
+    """Return the settings for a model with every "auto" replaced by a choice; refuse a model that
+    the ranks cannot share.
 
     Args:
-        config: of the text model.
-        sizes: of its mixers; see `op_sizes`.
-        settings: the group.
-        ops: what its mixers call.
-        forced: {op: the backend that it is forced to}.
+        config: the text model's.
+        sizes: those of the text model's token mixers; see `op_sizes`.
+        settings: as the user passed them.
+        ops: the operations that the token mixers call.
+        forced: {operation: the backend that the user named}.
 
     Raises:
-        PatchConflict: the ranks cannot share an operation, or do not divide its heads, or attention
-            is not ours to run.
+        PatchConflict: the ranks cannot share an operation, or their number does not divide its
+            heads, or the model does not run sdpa.
     """
     ops = tuple(ops)
     if found := [what for op in ops if (what := OPS[op].needs_whole_rows(sizes)) is not None]:
@@ -149,7 +149,7 @@ def resolve_ways(
         if across.option is not None:
             chosen[across.option] = ways[op.name]
         exchanged = across.ways[ways[op.name]].exchanges
-        # a family's operation that no layer of this model calls has no sizes
+        # an operation of the family that no layer of this model calls has no sizes
         if op.name in ops and sizes.keys() >= across.divided() and exchanged:
             said.append(f"{op.title} exchanges {exchanged}{f' ({why})' if why else ''}")
     if check_attention(config) != "varlen":
@@ -168,7 +168,9 @@ def _way(
     world: int,
     backend: str | None,
 ) -> tuple[str, str]:
-    """Return the way in which ranks share an operation on that backend, None: any, and why."""
+    """Return the name of the way in which ranks share an operation, and why; `backend` is None if
+    the user named none.
+    """
     across = op.across_ranks
     assert across is not None
     refused = {name: way.why_not(sizes, world) for name, way in across.ways.items()}
@@ -198,14 +200,15 @@ def _way(
 
 
 _SHARED = {*FEATURES.values(), *GRIDS, *SECONDS, "feature_attention_mask", "audio_feature_lengths"}
-"""Arguments of media of which each rank takes its own."""
+"""Arguments of media of which each rank takes the items of its shard."""
 
 
 def check_call(call: Call) -> None:
-    """Refuse a head's call that a shard cannot serve.
+    """Refuse a head's call with arguments that do not work on a shard.
 
     Raises:
-        UnsupportedInput: see there.
+        UnsupportedInput: the caller wants attention weights, hidden states or only some logits, or
+            passes media that cannot be shared.
     """
     _check_media(call)
     of_layers = ("output_attentions", "output_hidden_states")
@@ -223,7 +226,7 @@ def check_call(call: Call) -> None:
 
 
 def _check_media(call: Call) -> None:
-    """Refuse media that cannot be given to the ranks that hold their placeholders."""
+    """Refuse media whose items cannot be assigned to the ranks that hold their placeholders."""
     made = [
         name
         for name, value in call.arguments.items()

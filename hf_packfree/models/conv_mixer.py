@@ -1,5 +1,5 @@
-"""Token mixers that begin with a depthwise convolution, of which upstream and we read the weights
-instead of calling it.
+"""Token mixers that begin with a depthwise convolution, whose weights upstream and we read instead
+of calling the module.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from hf_packfree.packing import PackedSequence
 
 
 class ConvMixer(Replacement):
-    """Base of what is put in front of such a mixer: owns the packed branch, `_mix`, and leaves
-    everything else to upstream.
+    """Base of mixins for such token mixers: has the packed branch, `_mix`, and leaves everything
+    else to upstream.
     """
 
     conv_name: ClassVar[str] = "conv1d"
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Mix tokens within documents when a record comes down, as upstream otherwise.
+        """Mix tokens within documents if the keywords hold a record; otherwise run upstream's
+        forward.
 
         Args:
             hidden_states: [1, T, D_model] of a packed row, [B, S, D_model] otherwise.
 
         Raises:
             PatchConflict: an adapter was put on the convolution.
-            UnsupportedInput: the row is a tree of shared prefixes, which the mixer does not follow.
+            UnsupportedInput: the row is a tree of shared prefixes, and the mixer does not follow
+                trees.
         """
         conv = getattr(self, self.conv_name)
         _refuse_adapters(conv, self.conv_name)
@@ -45,12 +47,12 @@ class ConvMixer(Replacement):
         raise NotImplementedError
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: all but the convolution."""
+        """Whether the packed branch calls a child: all children but the convolution."""
         return name != self.conv_name
 
 
 def _refuse_adapters(conv: nn.Module, name: str) -> None:
-    """Refuse what would never be trained."""
+    """Refuse an adapter on the convolution, which would never run or be trained."""
     if not isinstance(conv, nn.Conv1d):
         raise PatchConflict(
             f"found {name} wrapped in a {type(conv).__name__} of {type(conv).__module__}: its "
@@ -60,8 +62,8 @@ def _refuse_adapters(conv: nn.Module, name: str) -> None:
 
 
 class _weights_in_place:
-    """Bring an offloaded convolution's weights in while they are read directly instead of
-    through its forward.
+    """Load an offloaded convolution's weights while they are read without calling its forward, by
+    accelerate's hook.
     """
 
     def __init__(self, conv: nn.Module) -> None:

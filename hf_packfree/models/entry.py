@@ -1,6 +1,4 @@
-"""Where a batch enters and leaves: forward arguments in, the record out; the caller's [B, S] and
-the row [1, T].
-"""
+"""The entry of patched models: reads a forward's arguments and builds the record of the batch."""
 
 from __future__ import annotations
 
@@ -33,16 +31,16 @@ from hf_packfree.packing.tree_keywords import RECORD
 
 
 def enter(call: Call, *, drop_padding: bool = True) -> Call:
-    """Return a call with its record: the one that came down, or, in the outermost patched module,
-    read from the batch.
+    """Return a call with its record: the one in the arguments, or, in the outermost patched module,
+    a new one read from the batch.
 
-    Its arguments have no packing keywords any more, and `packed_sequence`, which patched modules
-    below only receive.
+    The call that is returned has no packing keywords, but `packed_sequence`, by which patched
+    modules below get the record.
 
     Args:
-        call: of a module whose settings decide which rows of one document run in the patched
-            layers.
-        drop_padding: False keeps the padding of rows of one document.
+        call: its module's settings decide which rows of one document run in the patched layers.
+        drop_padding: whether to drop the padding of rows of one document, if the settings allow
+            that.
 
     Raises:
         BoundaryError, BoundaryConflict, CacheConflict: see `read_call`.
@@ -54,11 +52,11 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
     inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
     tree = isinstance(found, PackedSequence) and (found.tree is not None or bool(inputs.tree))
     if tree:
-        # the caller's, or what came down: it is compared with what else is given
+        # the record, the caller's or that of a module above, is compared with the other arguments
         inputs = replace(inputs, tree={**inputs.tree, RECORD: found})
     if found is UNREAD or tree:
         state = state_of(module)
-        # reading boundaries waits for the GPU, which this need not
+        # reading boundaries waits for the GPU, so compare the graphs' settings before
         if module.training:
             state.graphs.look()
         ours = _runs_here(call)
@@ -74,15 +72,16 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
     packed: PackedSequence | None = None if found is UNPACKED else found
     if packed is not None and packed.tree is not None:
         check_tree_call(call, packed)
-        # which modules below need not compare again
+        # modules below need not compare the positions again
         arguments["position_ids"] = None
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
     return Call(module, arguments, packed)
 
 
 def _is_misread(call: Call, inputs: PackingInputs) -> bool:
-    """Whether upstream misreads a row of one document: with media and boundaries it makes no
-    positions, unless token types came too.
+    """Whether upstream misreads a row of one document with media: it may compute no positions if
+    boundaries come without position ids, and before transformers 5.4 it misreads images without a
+    mask.
     """
     unnumbered = inputs.named and inputs.position_ids is None
     unmasked = compat.MISREADS_IMAGES_WITHOUT_MASK and inputs.attention_mask is None
@@ -90,13 +89,13 @@ def _is_misread(call: Call, inputs: PackingInputs) -> bool:
 
 
 def _runs_here(call: Call) -> bool:
-    """Whether rows of one document may run in the patched layers, because the call asks for
-    nothing that only upstream has.
+    """Whether rows of one document may run in the patched layers, because the call needs nothing
+    that only upstream's layers have.
 
-    That is: a cache, attention weights, attention that looks ahead, rotary embeddings by the
-    longest position of the batch, or images whose tokens count like text, or came without
-    their ids. Upstream builds a cache by default outside training; no loss needs one, and
-    where rows of one document run here only `use_cache=True` builds one.
+    Only upstream has a cache, attention weights, bidirectional attention, rotary embeddings by the
+    longest position of the batch, media with text positions, and media without ids or positions.
+    Upstream builds a cache by default outside training. No loss needs a cache, and where rows of
+    one document run in the patched layers only `use_cache=True` builds one.
     """
     positions, config = call.get("position_ids"), call.config
     if call.has_media and (
@@ -128,27 +127,28 @@ def read_call(
     drop_all: bool = False,
     unpacked: bool = False,
 ) -> PackedSequence | None:
-    """Build the record of one forward, or return None where upstream is exact as it is.
+    """Build the record of one forward, or return None where upstream is exact.
 
     Args:
-        call: the forward's.
-        inputs: what of it can describe documents.
-        drop_padding: build a record for padded rows of one document too.
-        drop_all: build one for a batch of nothing but padding.
-        unpacked: build one for rows of one document without padding too.
+        call: the call of the forward.
+        inputs: the arguments that can describe documents.
+        drop_padding: also build a record for padded rows of one document.
+        drop_all: also build a record for a batch of nothing but padding.
+        unpacked: also build a record for rows of one document without padding.
 
     Raises:
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
-        UnsupportedInput: a transform of torch.func.
+        UnsupportedInput: the call is under a transform of torch.func.
         CacheConflict: several documents together with a cache.
-        UnsupportedModel: PEFT's adapters work on whole rows, see `row_adapters`.
+        UnsupportedModel: the model has adapters of PEFT that work on whole rows, see
+            `row_adapters`.
     """
     batch, cache = call.batch, call.cache
     refuse_prompts_from_above(call.get("inputs_embeds"))
     rows, tokens = batch.shape
     seen = compat.tokens_seen(cache)
     if seen and tokens == 1 and not inputs.named:
-        # decoding one token a row: nothing to read, nothing to wait for
+        # decoding one token a row: there are no boundaries, and the host need not wait for the GPU
         return None
     cached = cache is not None and not inputs.named
     if cached:
@@ -177,7 +177,9 @@ def read_call(
 
 
 def _check_with_documents(documents: int, cache: Any, seen: int, mask: Any) -> None:
-    """Refuse what a call with packed or padded rows cannot have."""
+    """Refuse a transform of torch.func, a cache and a prepared mask in a call with packed or padded
+    rows.
+    """
     if is_transformed():
         raise UnsupportedInput(
             "found a transform of torch.func (grad, vmap, jvp) around packed or padded rows; "
@@ -198,13 +200,13 @@ def _check_with_documents(documents: int, cache: Any, seen: int, mask: Any) -> N
 
 
 def _has_no_padding(mask: Any) -> bool:
-    """Whether a mask says no more than that: none, or a 2-D one without a zero."""
+    """Whether a mask marks no padding: None, or a 2-D mask without a zero."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask != 0).all()))
 
 
 def _may_begin_with_padding(mask: Any) -> bool:
-    """Whether a mask can say that padding comes in front of a real token: everything but a 2-D
-    one that only falls.
+    """Whether a mask may have padding before a real token: everything but a 2-D mask in which no 0
+    precedes a 1.
     """
     return (
         not isinstance(mask, Tensor)
@@ -214,11 +216,11 @@ def _may_begin_with_padding(mask: Any) -> bool:
 
 
 def _current(mask: Any, tokens: int, seen: int) -> Any:
-    """The part of a mask that speaks of the new tokens, where a cache is in play.
+    """Return the part of a mask for the new tokens of a call with a cache.
 
-    Of the dict that generation prepares for a static cache, only the linear layers' mask is 2-D.
-    Without that, the first call's 4-D mask says what is padding, before the columns of tokens to
-    come; a later one, which also speaks of the cache, is upstream's to read.
+    In the dict that generation prepares for a static cache, only the linear layers' mask is 2-D.
+    Without a 2-D mask, the first columns of the first call's 4-D mask show the padding; the rest
+    are of tokens to come. Later 4-D masks cover the cache, too, and are left to upstream.
     """
     if isinstance(mask, Mapping):
         given = [one for one in mask.values() if isinstance(one, Tensor)]
@@ -231,8 +233,8 @@ def _current(mask: Any, tokens: int, seen: int) -> Any:
 
 
 def _says_nothing(mask: Any, config: Any) -> bool:
-    """Whether a mask is a dict of None that every layer reads as upstream reads no mask: eager
-    attention would look ahead.
+    """Whether a mask is a dict whose values are all None, in an implementation that is causal
+    without a mask; eager attention is not.
     """
     return (
         isinstance(mask, Mapping)

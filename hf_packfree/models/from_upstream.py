@@ -1,5 +1,5 @@
-"""Classes made from upstream's: what a family's file would hold, where each of them is one of
-upstream's with one of our halves in front.
+"""Patched classes of families without a file of their own: upstream's classes, each with one of our
+halves in front.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ HALVES = (
 
 @cache
 def replacements(name: str) -> dict[str, Any]:
-    """Return what a family's file would hold, made for the modeling module `name`: a class of ours
-    for each text model, mixer and head, HEADS and tiny_config.
+    """Return the names that a family's file defines, for the modeling module `name`: {name: our
+    class} for each text model, mixer and head, HEADS and tiny_config.
     """
     upstream, home = import_module(name), f"{__name__}:{name}"
     ours: dict[str, Any] = dict(classes_of(upstream, home, *HALVES))
@@ -62,8 +62,8 @@ def tiny_config(config: Any, **more: Any) -> Any:
     """Return the configuration of a model of some 100,000 parameters with every kind of layer.
 
     Args:
-        config: the family's class of it.
-        more: what the family's row says.
+        config: the family's configuration class.
+        more: fields from the family's row in the registry.
     """
     known = signature(config).parameters
     sizes = {name: value for name, value in _TINY.items() if name in known}

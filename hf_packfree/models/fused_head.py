@@ -1,9 +1,9 @@
 """TRL's fused head, `model(..., labels=labels, fused_lm_head=True)`, on a patched model: the batch
-becomes a row like any other, and what TRL wants of every label is computed by our operation.
+becomes a row, and our operation computes the statistics of every label that TRL wants.
 
-TRL puts a forward on the instance (`add_fused_lm_head`), which would go past ours. A patched head
-keeps it aside, whenever it is assigned, and reads its settings. Calls that our operation cannot
-answer run it.
+TRL assigns a forward to the instance (`add_fused_lm_head`), which would bypass the patched class. A
+patched head stores TRL's forward instead, and reads its settings. Calls that our operation cannot
+answer run TRL's forward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _SETTINGS = {
     "temperature",
     "text_config",
 }
-"""What TRL's forward is made from. It has no public name; a test fails when these change."""
+"""The variables in the closure of TRL's forward, which has no public name; a test fails when they
+change.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +49,10 @@ class FusedHead:
     """A fused head that TRL added.
 
     Attributes:
-        forward: TRL's, bound to the model.
+        forward: TRL's forward, bound to the model.
         output: TRL's class of outputs.
-        names: of the output's fields that the caller wants.
-        question: the same, as `layer_log_probs` takes it.
+        names: the fields of the output that the caller wants.
+        question: the statistics for these fields, as `layer_log_probs` takes them.
     """
 
     forward: Any
@@ -60,7 +62,9 @@ class FusedHead:
 
 
 def is_fused_head(forward: Any) -> bool:
-    """Whether a forward on an instance is TRL's, and does nothing that we lack."""
+    """Whether a forward on an instance is TRL's fused head, with settings that our operation
+    supports: no softcap and no scale.
+    """
     function = getattr(forward, "__func__", None)
     if not isinstance(function, FunctionType):
         return False
@@ -91,25 +95,27 @@ def _read(forward: Any) -> FusedHead:
         moments=bool(names & {"log_sum_sq_probs", "mean_logits"}),
     )
     question = Question(given["temperature"], wanted, given["cast_lm_head_to_fp32"])
-    # SFTTrainer, whose loss is a mean, asks for the accuracy
+    # SFTTrainer asks for the accuracy, and its loss is a mean: all log-probabilities get the same
+    # gradient
     question.expected.uniform = wanted.top1
     return FusedHead(forward, found.globals["FusedCausalLMOutput"], names, question)
 
 
 def run_fused_head(call: Call, upstream: Any, run: Run) -> Any:
-    """Return what TRL's fused head does in a call.
+    """Return the output of TRL's fused head for a call.
 
     Args:
-        call: of a patched head to which TRL has added it, without `fused_lm_head`.
-        upstream: the forward of the head's class before.
+        call: the call of a patched head to which TRL has added a fused head; without
+            `fused_lm_head`.
+        upstream: the forward of upstream's class.
 
     Raises:
-        UnsupportedInput: ranks of a group share each row; or see `refuse_unshifted`.
+        UnsupportedInput: the model runs under context parallelism; or see `refuse_unshifted`.
     """
     head = call.module
     fused = fused_head_of(head)
     if fused is None or not _is_ours(call):
-        # labels alone TRL's forward shifts by itself
+        # without `shift_labels`, TRL's forward shifts the labels itself
         if has_tree(call.arguments) and call.get("shift_labels") is None:
             refuse_unshifted(call)
         return vars(head)[FORWARD_BEFORE.name](**call.arguments, fused_lm_head=True)
@@ -124,16 +130,16 @@ def run_fused_head(call: Call, upstream: Any, run: Run) -> Any:
     more: dict[str, Any] = {"use_cache": False, "return_dict": True}
     if call.get("labels") is None:
         more["labels"] = shifted
-    # vision-language models read it nowhere else
+    # vision-language models read this option only from the arguments
     if getattr(call.config, "output_router_logits", False):
         more["output_router_logits"] = call.get("output_router_logits", True)
     output = run(forward, call.having(**more))
     if forward.found is None:
-        # a batch that stays upstream's, bit for bit
+        # the batch runs as upstream runs it, bit for bit
         return fused.forward(**forward.row, fused_lm_head=True)
     fields = forward.fields(fused.names)
     if shifted is None:
-        # of the last token of a row nothing is asked
+        # the last token of a row has no label
         fields = {name: one[:, :-1] for name, one in fields.items()}
     return fused.output(loss=output.loss, aux_loss=output.get("aux_loss"), **fields)
 
@@ -145,10 +151,10 @@ def _is_ours(call: Call) -> bool:
 
 
 class _Forward:
-    """Stands for upstream's forward in one call of a head, and keeps what was found.
+    """Called in place of upstream's forward in one call of a head; keeps the log-probabilities.
 
-    The head's last layer only notes the hidden states, and its loss computes the log-probabilities
-    of its targets from them.
+    For this call, the head's last layer only keeps the hidden states, and the head's loss computes
+    the log-probabilities of the targets from these hidden states.
     """
 
     def __init__(self, head: Any, upstream: Any, question: Question) -> None:
@@ -159,14 +165,16 @@ class _Forward:
         self.found: TokenLogProbs | None = None
 
     def __call__(self, head: Any, **row: Any) -> Any:
-        """Run upstream's forward on a row [1, T]; nothing on a batch as it came."""
+        """Run upstream's forward on a row [1, T]; return None for a batch that upstream runs as it
+        came.
+        """
         self.row = row
         if type(head) is not HeadOfCall:
             return None
         call: Any = head
         name, layer = last_layer(self.head)
         self.shape = row["labels"].shape
-        # counted while the model runs
+        # the targets are counted while the model runs
         self.targets = Targets.of(_shifted(row).to(layer.weight.device), IGNORED)
         vars(call)[name], vars(call)["loss_function"] = self._layer, self._loss
         return self.upstream(call, **row)
@@ -192,7 +200,9 @@ class _Forward:
         return -found.log_probs.sum() / items
 
     def fields(self, names: frozenset[str]) -> dict[str, Tensor]:
-        """Return the fields of these names, and the mask of targets, [B, S]."""
+        """Return the fields of these names, and `label_mask`, whether a token has a target, all [B,
+        S].
+        """
         assert self.found is not None and self.targets is not None
         fields = {name: one for name, one in vars(self.found).items() if name in names}
         fields["log_probs"] = self.found.log_probs
@@ -204,7 +214,7 @@ class _Forward:
 
 
 def _shifted(row: dict[str, Any]) -> Tensor:
-    """Return what every token of a row predicts."""
+    """Return the target of every token of a row."""
     if row.get("shift_labels") is not None:
         found: Tensor = row["shift_labels"]
         return found

@@ -1,7 +1,7 @@
-"""A decoder layer with norm, mixer, norm and MLP in that order: each residual sum and norm, and the
-MLP, is one kernel.
+"""Decoder layers of the form norm, mixer, norm, MLP: each residual sum is fused with the norm after
+it, and so is the MLP with its residual sum.
 
-A fusion, for the families whose layers are of this shape; what is exact without it stays exact.
+Only for speed: documents are kept apart by the mixers, with or without this fusion.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class FusedDecoderLayer(Replacement):
     endings = ("DecoderLayer",)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Hand the record to the mixer when it comes down, run as upstream otherwise.
+        """Run the layer with fused kernels if the keywords hold a record, which the mixer gets;
+        otherwise run upstream's forward.
 
         Args:
             hidden_states: [1, T, D_model] of a packed row.
@@ -67,10 +68,10 @@ class FusedDecoderLayer(Replacement):
     def _add_norm(
         self, x: Tensor, branch: Tensor | None, norm: Any, reader: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return norm(x + branch) and x + branch; "torch" means upstream's module, or whatever has
-        replaced it.
+        """Return norm(x + branch) and x + branch; on the backend "torch", call the norm module.
 
-        Rows of the norm have spare columns for the adapters of the `reader`.
+        The norm's output is allocated with spare columns for the LoRA adapters of the `reader`, the
+        module that reads it.
         """
         backend = state_of(self).kernels_for(x.device, x.dtype)["fused"]
         if backend != "torch" and adds_one(norm, self):
@@ -90,9 +91,7 @@ class FusedDecoderLayer(Replacement):
         return norm(total), total
 
     def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Return residual + MLP(x); "torch" means upstream's module, or whatever has replaced
-        it.
-        """
+        """Return residual + MLP(x); on the backend "torch", call the MLP module."""
         backend = state_of(self).kernels_for(x.device, x.dtype)["fused"]
         adapters = FUSED.backend(backend).adapters
         layers = swiglu_layers(self.mlp, self, x, adapters=adapters) if backend != "torch" else None
@@ -103,8 +102,8 @@ class FusedDecoderLayer(Replacement):
         return residual + (out[0] if isinstance(out, tuple) else out)
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: an MLP or a norm that is more than weights
-        and formula.
+        """Whether the packed branch calls an MLP or a norm instead of reading its weights: one with
+        hooks or adapters, for instance, or of another formula.
         """
         if name == "mlp":
             return swiglu_layers(part, self, x, adapters=False) is None
@@ -112,7 +111,9 @@ class FusedDecoderLayer(Replacement):
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
-        """Return what the packed branch reads, as found and as the layer's own width says."""
+        """Return the sizes of the norms, as found and as the layer's width says, and whether the
+        MLP is a module.
+        """
         return {
             "input_layernorm": (size_of_norm(layer.input_layernorm), (layer.hidden_size,)),
             "post_attention_layernorm": (

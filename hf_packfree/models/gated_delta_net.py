@@ -23,7 +23,7 @@ from hf_packfree.packing import PackedSequence
 
 
 class PackedGatedDeltaNet(ConvMixer):
-    """Put in front of a family's Gated DeltaNet: owns the packed branch, leaves everything else
+    """Put in front of a family's Gated DeltaNet: has the packed branch, and leaves everything else
     to upstream.
     """
 
@@ -36,9 +36,9 @@ class PackedGatedDeltaNet(ConvMixer):
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state = state_of(self)
         mixed, z, b, a = self._project(x, state)
-        # which under autocast is not x's
+        # under autocast the projections' dtype is not x's
         kernels = state.kernels_for(mixed.device, mixed.dtype)
-        # upstream's, or whatever has replaced them
+        # upstream's modules, or modules that replaced them
         gated_norm, output = getattr(self, self.norm_name), getattr(self, self.output_name)
         by_module = kernels["fused"] == "torch" or is_hooked(gated_norm)
         g, beta = self._gates(a, b, kernels)
@@ -60,7 +60,9 @@ class PackedGatedDeltaNet(ConvMixer):
         )
 
     def _gates(self, a: Tensor, b: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """Return log decay and write strength [1, T, HV] of what was projected for them."""
+        """Return g, the log decay, and beta, the write strength, [1, T, HV] each, from the
+        projections a and b [1, T, HV].
+        """
         return gates(a, b, self.A_log, self.dt_bias, backend=kernels["fused"])
 
     def _conv_delta_rule(
@@ -86,14 +88,14 @@ class PackedGatedDeltaNet(ConvMixer):
         )
 
     def _project(self, x: Tensor, state: PatchState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b, a [1, T, HV], from the
-        family's own layout.
+        """Return q|k|v [1, T, C], the output gate z [1, T, HV*V], and b and a [1, T, HV], whatever
+        the layout of the family's projections.
         """
         raise NotImplementedError
 
     def calls(self, name: str, part: nn.Module, x: Tensor) -> bool:
-        """Whether the packed branch calls this part: a projection that is more than its weight,
-        or a norm with hooks.
+        """Whether the packed branch calls a projection or a norm instead of reading its weight: a
+        projection with a bias, hooks or adapters, for instance, or a norm with hooks.
         """
         if name == self.norm_name:
             return is_hooked(part)
@@ -101,7 +103,7 @@ class PackedGatedDeltaNet(ConvMixer):
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return heads, their sizes and the convolution's width."""
+        """Return the numbers of heads, the sizes of a head and the convolution's width."""
         return {
             "key_heads": layer.num_k_heads,
             "value_heads": layer.num_v_heads,
@@ -112,7 +114,7 @@ class PackedGatedDeltaNet(ConvMixer):
 
     @classmethod
     def checkpoint_sizes(cls, layer: Any) -> Sizes:
-        """Return what the packed branch reads, as found and as the module's own head counts say."""
+        """Return the sizes of the parameters, as found and as the module's numbers of heads say."""
         norm, output = getattr(layer, cls.norm_name), getattr(layer, cls.output_name)
         channels = 2 * layer.num_k_heads * layer.head_k_dim + layer.num_v_heads * layer.head_v_dim
         values = layer.num_v_heads * layer.head_v_dim
@@ -140,7 +142,7 @@ class SplitProjections(PackedGatedDeltaNet):
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
-        """Add the four projections to what every Gated DeltaNet has."""
+        """Add the sizes of the four projections to those of every Gated DeltaNet."""
         values, hidden = layer.num_v_heads * layer.head_v_dim, layer.hidden_size
         channels = 2 * layer.num_k_heads * layer.head_k_dim + values
         return PackedGatedDeltaNet.checkpoint_sizes(layer) | {
@@ -152,8 +154,8 @@ class SplitProjections(PackedGatedDeltaNet):
 
 
 class SeparateProjections(PackedGatedDeltaNet):
-    """OLMo Hybrid's layout: a projection each for q, k, v, the two gates and the gate of the norm;
-    beta may be twice as large, which lets the state change its sign.
+    """OLMo Hybrid's layout: one projection each for q, k, v, z, b and a. With `allow_neg_eigval`
+    beta is doubled, so that the state may change its sign.
     """
 
     endings = ("HybridGatedDeltaNet",)
@@ -172,7 +174,7 @@ class SeparateProjections(PackedGatedDeltaNet):
 
     @classmethod
     def checkpoint_sizes(cls, layer: Any) -> Sizes:
-        """Add the six projections to what every Gated DeltaNet has."""
+        """Add the sizes of the six projections to those of every Gated DeltaNet."""
         keys, values = layer.num_k_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
         widths = keys, keys, values, values, layer.num_v_heads, layer.num_v_heads
         return super().checkpoint_sizes(layer) | {

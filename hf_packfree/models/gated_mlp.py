@@ -1,4 +1,4 @@
-"""An MLP with a gate, of which a CPU keeps half for the backward pass.
+"""MLPs with a gate; on a CPU, only half of their activations are kept for the backward pass.
 
 Shapes: D channels of the model, F of the MLP.
 """
@@ -20,15 +20,15 @@ from hf_packfree.packing.compiling import is_transformed
 class GatedMLP(Replacement):
     """Put in front of an MLP that is down_proj(act_fn(gate_proj(x)) * up_proj(x)) and nothing else.
 
-    Its layers are called, with whatever adapters and hooks they have. What is in between has
-    upstream's bits, those of gradients too, so that it need not know what a row holds.
+    The linear layers are called, so that adapters and hooks run. The product between them has
+    upstream's bits, gradients included, so that it runs for packed rows and all others alike.
     """
 
     endings = ("MLP",)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., D] of x [..., D]; for gradients on a CPU, keep gate and up [..., F] alone,
-        not silu(gate) nor the product.
+        """Return the MLP's output [..., D] for x [..., D]. For gradients on a CPU, only gate and up
+        [..., F] are kept; silu(gate) and the product are recomputed.
         """
         if not self._computes_again(x):
             return super().forward(x)
@@ -36,13 +36,14 @@ class GatedMLP(Replacement):
         if not type(gate) is type(up) is Tensor or gate.dtype != up.dtype:
             return self.down_proj(self.act_fn(gate) * up)
         product, again = gated_product(gate, up), partial(gated_product, gate.detach(), up.detach())
-        # otherwise the product alone is kept, and nothing would notice that gate or up was changed
+        # if the product needs no gradient, down_proj keeps the product itself: recomputing it would
+        # not notice that gate or up was changed in place
         with recompute_saved(product, again, product.requires_grad):
             return self.down_proj(product)
 
     def _computes_again(self, x: Tensor) -> bool:
-        """Whether gradients are wanted where this costs nothing: on a GPU it would be one more pass
-        over gate and up.
+        """Whether gradients are wanted on a CPU, where recomputing the product costs nothing; on a
+        GPU it would be one more pass over gate and up.
         """
         on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
         wanted = torch.is_grad_enabled() and not is_transformed()

@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens from hidden states and a head's last layer, whatever that
-is: a plain linear layer multiplies in chunks without being called; any other one, with adapters,
-quantised or hooked, is called on chunks, and again in the backward pass.
+"""Log-probabilities of given tokens from hidden states and a head's last layer. The weights of a
+plain linear layer are multiplied in chunks of tokens. Any other layer, such as one with adapters,
+quantised or hooked, is called on chunks, and called again in the backward pass.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hf_packfree.ops.loss.statistics import measured
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of every token.
+    """Which statistics of every token are computed, and from which logits.
 
     Attributes:
         temperature: see `linear_log_probs`.
-        wanted: what besides the log-probability.
-        in_fp32: the product is computed in fp32, under autocast, too.
-        expected: which gradients will come.
-        cap: to which tanh caps the logits, if any does.
+        wanted: which statistics besides the log-probability.
+        in_fp32: whether the logits are computed in fp32, under autocast too.
+        expected: the gradients that the backward pass is expected to get.
+        cap: the softcap of the logits, cap * tanh(logits / cap), or None.
     """
 
     temperature: float | Tensor = 1.0
@@ -55,28 +55,32 @@ def token_log_probs(
     top1: bool = False,
     ignore_index: int = -100,
 ) -> TokenLogProbs:
-    """Return the log-probability of given tokens, and more of the same distributions, without
-    logits of all tokens.
+    """Return the log-probability of given tokens, and other statistics of their distributions,
+    without the logits of all tokens.
 
-    Of hidden states any causal language model will do, patched or not, with adapters on its head
-    too; of an output a patched one.
+    From hidden states, this works for any causal language model, patched or not, with adapters on
+    its head too; from a model's output, for a patched model.
 
     Args:
         hidden: [B, S, D], the text model's last hidden states, `model.base_model(...)[0]`; packed
-            or padded. Or the output of a patched model, which has lazy logits.
-        targets: int64 [B, S]: of every token the one that is asked about, as a rule the next.
-        head: the model, or its last layer; an output needs none. Every rank calls where FSDP2
-            shards it: its weights are gathered, and get the mean gradient over the ranks.
-        temperature: of the model's own logits, which some configs scale; above 0; a number, or
-            [B, 1] or [B, S]; without gradient.
-        entropy: with a gradient, or "detached" for the log, which is cheaper: two products the
-            size of the logits instead of three where the head is frozen.
-        top1: the most likely tokens, and whether they are the targets.
-        ignore_index: the target of tokens that are not asked about, and cost nothing.
+            or padded. Or the output of a patched model, whose logits are lazy.
+        targets: int64 [B, S], for every token the id whose log-probability is returned, as a rule
+            that of the next token.
+        head: the model, or its last layer; not needed with a model's output. If FSDP2 shards the
+            last layer, every rank has to call: the weights are gathered, and get the mean gradient
+            over the ranks.
+        temperature: above 0, a number, or [B, 1] or [B, S]; divides the model's own logits, which
+            some configs scale; gets no gradient.
+        entropy: True for an entropy with a gradient; "detached" for one without, which is cheaper:
+            two products the size of the logits instead of three where the head is frozen.
+        top1: whether to return the most likely tokens, and whether these are the targets.
+        ignore_index: the target of tokens for which nothing is computed; their log-probability is
+            0.
 
     Raises:
-        UnsupportedInput: the model's logits are not its last layer's of the last hidden states;
-            an output has no lazy logits, or they were read; hidden states come without a head.
+        UnsupportedInput: the model's logits are not its last layer's output for the last hidden
+            states; a model's output has no lazy logits, or they were read; hidden states come
+            without a head.
 
     Examples:
         >>> import torch
@@ -115,10 +119,10 @@ def token_log_probs(
 
 
 def _lazy_logits_of(output: Any) -> LazyLogits:
-    """Return a patched model's logits, which nobody has read.
+    """Return the lazy logits of a patched model's output.
 
     Raises:
-        UnsupportedInput: the output has none.
+        UnsupportedInput: the output has no lazy logits.
     """
     logits = getattr(output, "logits", None)
     if isinstance(logits, LazyLogits):
@@ -131,33 +135,33 @@ def _lazy_logits_of(output: Any) -> LazyLogits:
 
 
 _CHANGES = {"logits_mup_width_multiplier": 1.0, "ngram": None}
-"""What configs say of logits that are not the last layer's of the last hidden states: {name: the
-value of none}.
+"""Fields of configs by which logits are not the last layer's output for the last hidden states:
+{name: the value that changes nothing}.
 """
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1, "output_multiplier": 1}
-"""What they are multiplied with: {name: to which power}."""
+"""Fields of configs that scale logits: {name: 1 for a factor, -1 for a divisor}."""
 _MULTIPLIES = "hyperclovax"
-"""The type of text model whose `logits_scaling` is a factor, where all others' is a divisor."""
+"""The type of text model whose `logits_scaling` is a factor; for all others it is a divisor."""
 
 
 def changed_logits(head: Any) -> str | None:
-    """Return why a model's logits are not its last layer's of the last hidden states, but for a
-    scale and a cap, in words, or None.
+    """Return why a model's logits are not its last layer's output for the last hidden states,
+    scaled or capped, in words, or None.
     """
     text = _text_config(head)
     for name, none in _CHANGES.items():
         value = getattr(text, name, none)
         if value is not None and value != none:
             return f"{name}={value} in the config"
-    # no family has both, and which comes first is nowhere said
+    # no family has both, so their order is unknown
     if cap_of_logits(head) is not None and scale_of_logits(head) != 1:
         return "a cap and a scale of logits in the config"
     return None if text is None else _between(head)
 
 
 def scale_of_logits(head: Any) -> float:
-    """Return what a model multiplies its last layer's logits with."""
+    """Return the factor by which a model multiplies its last layer's logits."""
     text = _text_config(head)
     multiplies = getattr(text, "model_type", None) == _MULTIPLIES
     powers = _SCALES | ({"logits_scaling": 1} if multiplies else {})
@@ -166,7 +170,7 @@ def scale_of_logits(head: Any) -> float:
 
 
 def cap_of_logits(head: Any) -> float | None:
-    """Return to what a model caps its logits, or None."""
+    """Return the softcap of a model's logits, or None."""
     text = _text_config(head)
     return next((float(cap) for name in _CAPS if (cap := getattr(text, name, None))), None)
 
@@ -177,12 +181,14 @@ def _text_config(head: Any) -> Any:
 
 
 def _between(head: Any) -> str | None:
-    """Return what a model calls between its text model and its last layer, in words, or None."""
+    """Return which module a model calls between its text model and its last layer, in words, or
+    None.
+    """
     layer = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else None
     owners = (one for one in head.modules() if any(part is layer for part in one.children()))
     owner = next(owners, None)
     text = owner.base_model if isinstance(owner, PreTrainedModel) else None
-    # a few classes do not say which of their parts is the text model
+    # in a few classes, `base_model` is the model itself
     if owner is None or text is owner:
         return None
     found: list[str] = []
@@ -198,14 +204,14 @@ def _between(head: Any) -> str | None:
 def layer_log_probs(
     hidden: Tensor, layer: Any, targets: Targets, question: Question, backend: str | None = None
 ) -> TokenLogProbs:
-    """Return the log-probabilities of targets, and what else is asked.
+    """Return the log-probabilities of targets, and the other statistics that `question` asks for.
 
     Args:
         hidden: [..., D].
-        layer: makes logits [..., V] of these.
-        targets: of every token.
-        backend: of a plain layer, see `linear_log_probs`; None, or "upstream", which has none: the
-            fastest that runs there.
+        layer: computes logits [..., V] from hidden states.
+        targets: those of every token.
+        backend: for a plain linear layer, see `linear_log_probs`; None or "upstream", which has no
+            implementation: the fastest backend that runs on the device.
     """
     plain = _plain(layer)
     if plain is None or question.cap is not None:
@@ -225,8 +231,9 @@ def layer_log_probs(
 
 
 def _plain(layer: Any) -> nn.Linear | None:
-    """Return the linear layer that a call of this one runs and nothing else, or None."""
-    # PEFT's copy of a layer that is trained whole, or the layer itself
+    """Return the linear layer whose product is all that a call of `layer` computes, or None."""
+    # of PEFT's `modules_to_save`, the trained copy of the layer, or the layer itself if adapters
+    # are disabled
     if type(layer).__name__ == "ModulesToSaveWrapper" and not is_hooked(layer):
         active = None if layer.disable_adapters else next(iter(layer.active_adapters), None)
         trained = layer.modules_to_save
@@ -237,7 +244,7 @@ def _plain(layer: Any) -> nn.Linear | None:
 
 
 def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype in which autocast multiplies, or that of the hidden states."""
+    """Return autocast's dtype where autocast is on, else that of the hidden states."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)

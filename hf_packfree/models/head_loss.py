@@ -1,9 +1,9 @@
-"""A head's last layer and its loss as one operation: logits are made only where something reads
+"""A head's last layer and its loss as one operation: logits are computed only if something reads
 them.
 
-Upstream's forward of a head calls both, one after the other, on the `self` that it is given. For
-one call that is a `HeadOfCall`: the head itself but for these two. The model is never changed, so
-that whoever looks at it meanwhile (hooks, other threads, copies) finds what is always there.
+Upstream's forward of a head calls the last layer and the loss as attributes of `self`. During one
+call, `self` is a `HeadOfCall`, which has its own last layer and loss, and all other attributes of
+the head. The model is never changed, so that hooks, other threads and copies see the head as it is.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _FSDP = "torch.distributed.fsdp."
 
 
 class OfCall:
-    """A head as upstream's forward sees it during one call: whatever is asked of it or set on it is
-    the head's, but for what lies in `vars` of this one.
+    """The `self` that upstream's forward of a head gets during one call: attributes in `vars` of
+    this object come first; all others are read from the head and set on it.
     """
 
     def __init__(self, head: Any) -> None:
@@ -48,17 +48,17 @@ class OfCall:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The head's, by which `isinstance` and `super()` go."""
+        """The head's class, so that `isinstance` and `super()` work."""
         found: type = vars(self)["_head"].__class__
         return found
 
 
 class HeadOfCall(OfCall):
-    """A head during one call, but for the last layer, where logits may wait, and the loss.
+    """A head during one call, with its own loss, and its own last layer if logits are lazy.
 
     Args:
-        head: patched.
-        of_loss: keywords that the loss gets whatever upstream hands on.
+        head: the patched head.
+        of_loss: keywords that the loss gets even if upstream's head does not pass them on.
     """
 
     def __init__(self, head: Any, of_loss: dict[str, Any]) -> None:
@@ -66,16 +66,17 @@ class HeadOfCall(OfCall):
         vars(self)["loss_function"] = LossOfCall(head._loss(), of_loss)
 
     def defer_logits(self, row: dict[str, Any], ignored: int) -> None:
-        """Let logits wait until something reads them, where nothing speaks against it.
+        """Make this call's logits lazy if that is possible: computed when something reads them.
 
         Args:
-            row: upstream's arguments; with labels, the loss will be called with `shift_labels`.
+            row: the arguments of upstream's forward; with labels, the loss will be called with
+                `shift_labels`.
             ignored: the label that means no loss.
         """
         head = vars(self)["_head"]
         name, layer = last_layer(head)
         if row.get("labels") is None:
-            # who reads them gathers sharded weights, and may be one rank alone
+            # reading lazy logits gathers sharded weights, which hangs if one rank reads alone
             sharded = isinstance(layer, FSDPModule) or isinstance(head, FSDPModule)
             if not sharded and _why_called(name, layer) is None:
                 vars(self)[name] = DeferredLayer(head, name)
@@ -91,13 +92,15 @@ class HeadOfCall(OfCall):
 
 
 class DeferredLayer:
-    """Called in place of a head's last layer, once.
+    """Called in place of a head's last layer, once: returns lazy logits if the layer is a plain
+    product.
 
     Attributes:
-        made: the lazy logits, the product; None where the layer itself multiplied.
-        returned: these as the caller got them: FSDP may have cast them.
-        softmax_gradient: of the backend that is to compute their loss.
-        until_loss: whether a scale or a cap may wait, too, until the loss is called.
+        made: the lazy logits, the product; None where the layer itself computed the logits.
+        returned: the lazy logits as the caller got them: FSDP may have cast them.
+        softmax_gradient: that of the backend which computes the loss of the lazy logits.
+        until_loss: whether a scale or a softcap of the logits is lazy, too, until the loss is
+            called.
     """
 
     def __init__(self, head: Any, name: str) -> None:
@@ -108,14 +111,14 @@ class DeferredLayer:
         self.until_loss = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits [..., V] of hidden states [..., D], lazy where they are a product
-        with plain weights.
+        """Return the logits [..., V] of hidden states [..., D], lazy if they are a product with
+        plain weights.
         """
         layer = self._layer
-        # a hook of the text model may have changed it just now
+        # a hook of the text model may have changed the layer since
         if _why_called(self._name, layer) is None:
             with _InPlaceOfProduct(layer, self._multiplied):
-                # FSDP's hooks around it gather the weights
+                # FSDP's hooks around the layer's forward gather the weights
                 self.returned = layer(hidden)
             return self.returned
         logits: Tensor = layer(hidden)
@@ -145,7 +148,7 @@ class DeferredLayer:
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Gather again the weights that FSDP freed after the layer's forward."""
+        """Within the block, gather again the weights that FSDP freed after the layer's forward."""
         layer = self._layer
         gone = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
         if gone:
@@ -156,8 +159,8 @@ class DeferredLayer:
 
 
 class _InPlaceOfProduct(TorchFunctionMode):
-    """What a linear layer computes meanwhile is `multiplied` of its input: nothing is changed on
-    the layer, and its hooks run.
+    """Within the block, the product in a linear layer's forward is replaced by `multiplied` of its
+    input; the layer is not changed, and its hooks run.
     """
 
     def __init__(self, layer: Any, multiplied: Callable[[Tensor], Tensor]) -> None:
@@ -165,20 +168,20 @@ class _InPlaceOfProduct(TorchFunctionMode):
         self._layer, self._multiplied = layer, multiplied
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run any other function as it is."""
+        """Replace `F.linear` with the layer's weight; run any other function unchanged."""
         if func is F.linear and args[1] is self._layer.weight:
             return self._multiplied(args[0])
         return func(*args, **(kwargs or {}))
 
 
 def gathered(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Return the layer's weights, see `whole`."""
+    """Return the layer's weight and bias, each by `whole`."""
     return whole(layer.weight), None if layer.bias is None else whole(layer.bias)
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Return a parameter, from all ranks where FSDP2 has sharded it, whose gradient is then the
-    mean over the ranks, as FSDP2's.
+    """Return a parameter; if FSDP2 has sharded the parameter, gathered from all ranks, with the
+    mean gradient over the ranks, as FSDP2 computes.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -188,13 +191,13 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 class LossOfCall:
-    """A head's loss, called without the record, which upstream's heads hand on with all other
-    keywords.
+    """A head's loss function during one call: drops the record, which upstream's heads pass on with
+    all other keywords, and computes the loss from lazy logits if that is possible.
 
     Attributes:
-        deferred: the layer whose logits may wait; None: they are there.
-        targets: what the loss is expected to be called with as `shift_labels`, the label that means
-            no loss, and what was counted of both.
+        deferred: the layer that returned lazy logits; None: the logits are computed.
+        targets: the `shift_labels` with which upstream is expected to call the loss, the label that
+            means no loss, and the `Targets` of both.
     """
 
     def __init__(self, function: Any, keywords: dict[str, Any]) -> None:
@@ -203,9 +206,7 @@ class LossOfCall:
         self.targets: tuple[Tensor, int, Targets] | None = None
 
     def __call__(self, *args: Any, packed_sequence: Any = None, **kwargs: Any) -> Any:
-        """Return what the loss does with these arguments; unread logits stay so where it can be
-        computed without.
-        """
+        """Return the loss; lazy logits stay unread if the loss can be computed without them."""
         kwargs |= self._keywords
         lazy = None if self.deferred is None else self.deferred.made
         if lazy is not None:
@@ -217,8 +218,8 @@ class LossOfCall:
         return self._function(*args, **kwargs)
 
     def _without_logits(self, logits: Any, given: dict[str, Any]) -> Tensor | None:
-        """Return what transformers' `ForCausalLMLoss` does with these arguments, or None where
-        somebody has to read the logits.
+        """Return the result of transformers' `ForCausalLMLoss` for these arguments, or None if that
+        needs the logits.
         """
         assert self.targets is not None and self.deferred is not None
         logits = _unread(given["logits"], self.deferred.returned, logits)
@@ -226,29 +227,29 @@ class LossOfCall:
             return None
         expected, of_expected, targets = self.targets
         ignored, shifted = given.get("ignore_index", -100), given.get("shift_labels")
-        # some releases' heads with a vision tower hand on nothing else
+        # in some releases, heads with a vision tower pass on `labels` only
         if shifted is None:
             shifted = F.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
         if shifted.numel() * logits.shape[-1] != logits.numel():
             return None
-        # a rank of several has targets of its own
+        # under context parallelism, each rank has targets of its own
         if shifted is not expected or ignored != of_expected:
             targets = Targets.of(shifted.to(logits.device), ignored)
         if not logits.is_cuda and bool((targets.flat >= logits.shape[-1]).any()):
-            # transformers' loss raises; on a GPU the loss is NaN
+            # transformers' loss raises on a CPU; on a GPU the loss is NaN
             return None
         with self.deferred.whole_weights():
             total = loss_of(logits, targets, self.deferred.softmax_gradient)
         items = given.get("num_items_in_batch")
-        # a mean over nothing is zero here, and so are its gradients
+        # without targets, the mean is zero here, and so are its gradients
         if items is None:
             items = (targets.flat >= 0).sum().clamp(min=1)
         return total / (items.to(total.device) if isinstance(items, Tensor) else items)
 
 
 def _unread(given: Any, returned: Tensor | None, made: LazyTensor) -> Any:
-    """Return the logits of which a loss can be computed without reading them: what a last layer
-    made, or what its head made of that; None where somebody has to read others.
+    """Return the lazy logits from which a loss can be computed without reading them: the last
+    layer's product, or the head's scaled or capped product; None if `given` are other logits.
     """
     if not _holds(returned, made):
         return None
@@ -258,7 +259,7 @@ def _unread(given: Any, returned: Tensor | None, made: LazyTensor) -> Any:
 
 
 def _holds(returned: Tensor | None, made: LazyTensor) -> bool:
-    """Whether what a last layer returned is what it made, unread or unchanged, in no narrower a
+    """Whether a last layer returned its lazy logits unread or unchanged, in the same or a wider
     dtype.
     """
     if not isinstance(returned, LazyTensor) or made.source.changed or returned.source.changed:
@@ -267,21 +268,21 @@ def _holds(returned: Tensor | None, made: LazyTensor) -> bool:
 
 
 def why_logits_are_made(head: Any) -> str | None:
-    """Return why a head's logits are made in training although its loss needs none, as half a
-    sentence, or None.
+    """Return why a head's logits are computed in training although a loss without logits exists, as
+    half a sentence, or None.
     """
     loss = head._loss()
     if loss is not ForCausalLMLoss:
         return f"its loss is {getattr(loss, '__qualname__', type(loss).__name__)}"
-    # Liger's, for instance
+    # by Liger, for instance
     if F.cross_entropy.__module__ != F.__name__:
         return f"torch's cross entropy is replaced by {F.cross_entropy.__module__}"
     return _why_called(*last_layer(head))
 
 
 def _why_called(name: str, layer: Any) -> str | None:
-    """Return why a last layer is called instead of read as a weight, or None."""
-    # FSDP2 makes a class of its own of it, and gathers its weights by hooks
+    """Return why a last layer is called instead of reading its weight, in words, or None."""
+    # FSDP2 changes the layer's class, and gathers its weights by hooks
     sharded = isinstance(layer, FSDPModule) and forward_of(layer) is nn.Linear.forward
     if type(layer) is not nn.Linear and not sharded:
         return f"{name} is a {type(layer).__name__}"
@@ -303,8 +304,8 @@ def _is_hooked_by_others(layer: FSDPModule) -> bool:
 
 
 def last_layer(head: Any) -> tuple[str, Any]:
-    """Return the child of a head that makes its logits, with its name; adapters may be around
-    it.
+    """Return the name and the child of a head that computes its logits; PEFT may have wrapped the
+    layer.
     """
     layer = head.get_output_embeddings()
     return next(
@@ -314,8 +315,8 @@ def last_layer(head: Any) -> tuple[str, Any]:
 
 
 def as_multiplied(hidden: Tensor, layer: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Return hidden states, weight and bias in the dtype of their product; None where only the
-    layer itself knows that.
+    """Return hidden states, weight and bias in the dtype of their product; None if the product can
+    only be computed by calling the layer.
     """
     weight: Tensor = layer.weight
     bias: Tensor | None = layer.bias
@@ -336,8 +337,8 @@ def as_multiplied(hidden: Tensor, layer: Any) -> tuple[Tensor, Tensor, Tensor | 
 
 
 def taken_by(loss: Any) -> Callable[[str], bool]:
-    """Return whether a loss takes a keyword; one that takes few reads a row's targets from
-    `labels`.
+    """Return a function that tells whether a loss function takes a keyword. A loss that does not
+    take `shift_labels` gets the row's targets from `labels`.
     """
     taken = signature(loss).parameters
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())

@@ -1,7 +1,7 @@
-"""Heads: a batch becomes one row before upstream's head sees it, so that head and loss run on real
-tokens.
+"""Patched heads: a batch becomes one row before upstream's head runs, so that head and loss run on
+real tokens only.
 
-Upstream's forward does all the work, on the row.  Outputs get the caller's shape back.
+Upstream's forward runs on the row; the outputs get the caller's shape.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hf_packfree.packing.marks import FORWARD_BEFORE
 
 logger = logging.getLogger("hf_packfree")
 _INSTEAD_OF_LOGITS = "log_probs", "entropy"
-"""What verl's fused forward returns, [1, T] each."""
+"""The fields that verl's fused forward returns in place of logits, [1, T] each."""
 
 
 class PackedHead(Head, metaclass=HeadType):
@@ -49,7 +49,9 @@ class PackedHead(Head, metaclass=HeadType):
     endings: ClassVar[tuple[str, ...]] = ("ForCausalLM", "ForConditionalGeneration")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Take TRL's fused head aside, which would go past this one; see `run_fused_head`."""
+        """Store TRL's fused head instead of assigning it as `forward`, where it would bypass this
+        class; see `run_fused_head`.
+        """
         if name == "forward" and is_fused_head(value):
             FORWARD_BEFORE.put(self, value)
         else:
@@ -63,8 +65,8 @@ class PackedHead(Head, metaclass=HeadType):
         return self._forward_with_loss(upstream, call)
 
     def _forward_with_loss(self, upstream: Any, call: Call) -> Any:
-        """Run upstream's forward on the row [1, T]; on the arguments as they are where there is
-        none.
+        """Run upstream's forward on the row [1, T], or on the unchanged arguments if the batch has
+        no record.
 
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
@@ -96,7 +98,7 @@ class PackedHead(Head, metaclass=HeadType):
             output = forward_shard(self, run, row, packed, settings, counted=counted)
         else:
             output = run(row)
-        # a shard's logits have their shape
+        # `forward_shard` returns logits in their final shape
         if all_logits and settings is None:
             self._restore_shape(output, packed)
         if packed.num_real_tokens == 0:
@@ -111,13 +113,13 @@ class PackedHead(Head, metaclass=HeadType):
         row: dict[str, Any],
         of_loss: dict[str, Any] | None = None,
     ) -> Any:
-        """Run upstream's forward on a row, whose logits may wait until something reads them.
+        """Run upstream's forward on a row.
 
         Args:
             ignored: the label that means no loss.
-            of_loss: what the loss gets whatever upstream hands on.
+            waits: whether logits may be lazy.
         """
-        # vision-language heads before transformers 5.17 do not hand it on
+        # vision-language heads before transformers 5.17 do not pass `num_items_in_batch` on
         missing = of_loss and compat.LOSS_WITH_MEDIA_TAKES_NO_COUNT
         if torch.compiler.is_compiling() and not missing:
             return upstream(self, **row)
@@ -130,8 +132,8 @@ class PackedHead(Head, metaclass=HeadType):
     def _loss_arguments(
         self, call: Call, packed: PackedSequence
     ) -> tuple[PackedSequence, dict[str, Any] | None]:
-        """Return the record to run with, and what the loss is called with; None where the batch
-        runs as upstream runs it.
+        """Return the record to run with, and the keywords of the loss; None for the keywords if the
+        batch runs as upstream runs it.
         """
         if packed.tree is not None:
             refuse_unshifted(call)
@@ -162,8 +164,8 @@ class PackedHead(Head, metaclass=HeadType):
     def _with_labelled_padding(
         self, shifted: Tensor, packed: PackedSequence, ignored: int
     ) -> PackedSequence | None:
-        """Return the record with the padding tokens that have labels, or None where all padding
-        has to run for them.
+        """Return the record with the padding tokens that have labels added, or None if all padding
+        has to run because of such labels.
         """
         if not packed.plain or packed.indices is None or packed.num_documents == 0:
             return packed
@@ -188,12 +190,13 @@ class PackedHead(Head, metaclass=HeadType):
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:
         restore_layers(output, packed)
         if output.logits is None:
-            # of a forward that the caller put on upstream's class
+            # the caller has put another forward on upstream's class
             for name in _INSTEAD_OF_LOGITS:
                 if output.get(name) is not None:
                     output[name] = repad(output[name], packed)
             return
-        # a graph that had read the number of documents would be made again for another
+        # read the number of documents last: a compiled graph that reads it is compiled again for
+        # another number
         later = isinstance(output.logits, LazyTensor) or (
             state_of(self).padded == "lazy"
             and self.training
@@ -206,8 +209,8 @@ class PackedHead(Head, metaclass=HeadType):
 
 
 def _can_wait() -> bool:
-    """Whether logits can be made later; tensors of inference mode do not say whether they were
-    changed meanwhile.
+    """Whether logits may be lazy: not in compiled graphs, and not in inference mode, whose tensors
+    do not record changes in place.
     """
     return not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
 
@@ -222,8 +225,8 @@ def _goes_on_from_padding(call: Call) -> bool:
 
 
 def _batch_arguments(call: Call, packed: PackedSequence) -> dict[str, Any]:
-    """Return upstream's arguments for the batch, of which the trunk makes a row; the mask is for
-    the experts' statistics.
+    """Return upstream's arguments for the batch, which the text model turns into a row; the mask is
+    for the experts' statistics.
     """
     partly = packed.num_real_tokens and (packed.indices is not None or packed.padding_segments)
     return call.arguments | {
@@ -233,17 +236,15 @@ def _batch_arguments(call: Call, packed: PackedSequence) -> dict[str, Any]:
 
 
 def at_least_one(items: Any) -> Any:
-    """Return the count that a sum of losses is divided by: the caller's, or 1 for none, of which
-    the sum is zero.
+    """Return the count by which the sum of losses is divided: the caller's, or 1 instead of 0,
+    where the sum is zero.
     """
     return items + (items == 0) if isinstance(items, Tensor) else items or 1
 
 
 def _row_arguments(call: Call, packed: PackedSequence) -> dict[str, Any]:
-    """Return upstream's arguments for the row; the mask, if any, is there for the experts'
-    statistics.
-    """
-    # by the vision-language model
+    """Return upstream's arguments for the row; the mask, if any, is for the experts' statistics."""
+    # the vision-language model computes the positions
     numbered_inside = call.has_media and call.get("position_ids") is None
     return row_of_each(call.arguments, packed) | {
         "attention_mask": packed.is_real().long()
@@ -261,11 +262,12 @@ def _row_arguments(call: Call, packed: PackedSequence) -> dict[str, Any]:
 def heads_of(upstream: Any, home: str, *more: type[Head]) -> dict[str, Any]:
     """Return {name: our class} for every head of the modeling module `upstream`.
 
-    What is put in front of which is said by the heads' `endings`, those of `more` among them.
-    Releases have different ones; a head of a kind not known keeps its padding.
+    The `endings` of our heads, those of `more` included, decide which of them is put in front of
+    upstream's head. Releases have different heads; `SpanHead`, which keeps padding, is put in front
+    of a head with another ending.
     """
     kinds: tuple[type[Head], ...] = (PackedHead, SequenceHead, TokenHead, *more)
-    # the code that comes with a checkpoint need not say what it exports
+    # modeling code that comes with a checkpoint may have no `__all__`
     known = getattr(upstream, "__all__", None) or [
         name
         for name, each in vars(upstream).items()

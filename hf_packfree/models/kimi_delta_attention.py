@@ -21,11 +21,11 @@ from hf_packfree.packing import PackedSequence
 
 
 class PackedKimiDeltaAttention(ConvMixer):
-    """Put in front of a family's Kimi Delta Attention: owns the packed branch, leaves everything
+    """Put in front of a family's Kimi Delta Attention: has the packed branch, and leaves everything
     else to upstream.
 
-    Its parts run their own forward, gates and norms in upstream's own formulas; the convolution's
-    weights, which some families keep in fp32 whatever the model's dtype, are read.
+    The child modules are called, so that gates and norms run upstream's formulas. Only the
+    convolution's weights are read, which some families keep in fp32 in models of any dtype.
     """
 
     endings = ("DeltaAttention",)
@@ -33,9 +33,9 @@ class PackedKimiDeltaAttention(ConvMixer):
     def _mix(self, x: Tensor, packed: PackedSequence) -> Tensor:
         state, heads = state_of(self), (self.num_heads, self.num_heads)
         mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        # which under autocast is not x's
+        # under autocast the projections' dtype is not x's
         kernels = state.kernels_for(mixed.device, mixed.dtype)
-        # norms of q and k are free in a convolution that holds their heads in registers
+        # a convolution that holds whole heads of q and k in registers normalises them at no cost
         in_conv = CONV.backend(kernels["conv"]).qkv_conv is not None
         q, k, v = qkv_conv(
             mixed,
@@ -63,13 +63,15 @@ class PackedKimiDeltaAttention(ConvMixer):
         return mixed_out
 
     def _output_gate(self, x: Tensor) -> Tensor:
-        """Return [1, T, H D], before its sigmoid: of one projection, or of two of low rank."""
+        """Return the output gate [1, T, H D] before its sigmoid, from one projection, or from two
+        of low rank.
+        """
         found: Tensor = self.g_b_proj(self.g_a_proj(x)) if _is_low_rank(self) else self.g_proj(x)
         return found
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return heads, their sizes and the convolution's width."""
+        """Return the numbers of heads, the sizes of a head and the convolution's width."""
         return {
             "key_heads": layer.num_heads,
             "value_heads": layer.num_heads,
@@ -80,7 +82,7 @@ class PackedKimiDeltaAttention(ConvMixer):
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
-        """Return what the packed branch reads, as found and as the module's own sizes say."""
+        """Return the sizes of the parameters, as found and as the module's attributes say."""
         width = layer.num_heads * layer.head_dim
         into = {
             name: (size_of_linear(getattr(layer, name)), (width, layer.hidden_size))

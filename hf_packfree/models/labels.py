@@ -1,5 +1,5 @@
-"""What each token of a row has to predict: labels shifted within the caller's rows, then cut at
-document edges.
+"""The targets of the tokens of a row: labels shifted within the caller's rows, then ignored at the
+last token of each document.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from hf_packfree.models.call import Call
 from hf_packfree.packing import PackedSequence, repad, uncompiled, unpad
 
 IGNORED = -100
-"""torch's and transformers' default `ignore_index`: no loss where a label has this value."""
+"""The default `ignore_index` of torch and transformers, the label of tokens without a loss."""
 
 
 def shifted_labels(call: Call, packed: PackedSequence, shape: torch.Size) -> Tensor | None:
-    """Return what each token predicts, from `shift_labels` or else `labels`, as transformers' loss
+    """Return the target of each token, from `shift_labels` or else `labels`, as transformers' loss
     does.
 
     Args:
-        call: of the head, with labels.
-        packed: the record of its batch.
-        shape: of the result: (B, S), or that of the tokens whose logits are kept.
+        call: the head's call, with labels.
+        packed: the record of the call's batch.
+        shape: the shape of the result: (B, S), or that of the tokens whose logits are kept.
 
     Returns:
         int64 of that shape, all ignored in a batch without documents; None where labels have
-        another shape and each row is one document: upstream knows what they mean.
+        another shape and each row is one document: upstream then reads them.
 
     Raises:
         UnsupportedInput: packed rows have labels of another shape.
@@ -54,10 +54,10 @@ def shifted_labels(call: Call, packed: PackedSequence, shape: torch.Size) -> Ten
 
 
 def refuse_unshifted(call: Call) -> None:
-    """Refuse a head's call with a tree that has `labels` or `shift_labels` without the other.
+    """Refuse a head's call with a tree that has only one of `labels` and `shift_labels`.
 
     Raises:
-        UnsupportedInput: it has `labels` alone, or `shift_labels` alone.
+        UnsupportedInput: the call has `labels` alone, or `shift_labels` alone.
     """
     labels, shifted = (call.get(name) is not None for name in ("labels", "shift_labels"))
     if labels and not shifted:
@@ -86,10 +86,10 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
     Returns:
         shift_labels: int64 [1, T]; `ignored` where the next token belongs to another document, and
             in padding segments.
-        labels: int64 [1, T]; the same one token to the right, for a loss function that shifts by
-            itself.
-        num_items_in_batch: int64 scalar, how many are left, 1 at least: a mean over none is 0 and
-            not NaN.
+        labels: int64 [1, T]; `shift_labels` moved one token to the right, for a loss function that
+            shifts by itself.
+        num_items_in_batch: int64 scalar, the number of targets, at least 1, so that a mean without
+            targets is 0 and not NaN.
     """
     nothing = _nothing_of(packed).to(shifted.device)
     return _for_the_loss(unpad(shifted, packed).masked_fill(nothing, ignored), ignored)
@@ -97,20 +97,20 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
 
 @uncompiled
 def kept_targets(call: Call, packed: PackedSequence, ignored: int) -> dict[str, Tensor] | None:
-    """Return the loss's arguments for the tokens whose logits are kept: what `row_targets` does for
-    all of them.
+    """Return the loss's arguments for the tokens whose logits are kept; `row_targets` is for all
+    tokens.
 
-    transformers' loss takes the next kept token's label for a token's target, which may be another
-    document's.
+    transformers' loss takes the label of the next kept token as a token's target; that label may be
+    another document's.
 
     Args:
-        call: of the head, with labels and `logits_to_keep`.
+        call: the head's call, with labels and `logits_to_keep`.
         packed: the record of its batch.
         ignored: the label that means no loss.
 
     Returns:
-        As `row_targets`, in the shape of the kept tokens; None where only upstream knows: see
-        `shifted_labels`, and where padding would have to predict.
+        The arguments that `row_targets` returns, in the shape of the kept tokens. None where the
+        batch has to run as upstream runs it: see `shifted_labels`, and where padding has a target.
 
     Raises:
         UnsupportedInput: see `shifted_labels`.
@@ -156,20 +156,23 @@ def _for_the_loss(targets: Tensor, ignored: int) -> dict[str, Tensor]:
 
 
 def _nothing_of(packed: PackedSequence) -> Tensor:
-    """Return `_predicts_nothing`, kept by shape: records of `for_shape` share what they keep."""
+    """Return `_predicts_nothing`, cached for each shape: records made by `for_shape` share one
+    cache.
+    """
     return packed.cached(_predicts_nothing, packed.batch_shape)
 
 
 def _predicts_nothing(packed: PackedSequence, batch_shape: tuple[int, int]) -> Tensor:
-    """bool [1, T]: padding segments, and last tokens of documents that another one follows at once
-    in the caller's row.
+    """Return bool [1, T], which tokens have no target: those of padding segments, and the last
+    token of a document that another document follows immediately in the caller's row.
 
-    The last token of a row predicts what `shift_labels` says of it; with `labels` it predicts
-    nothing. In a tree every token predicts what `shift_labels` says.
+    The last token of a row has the target in `shift_labels`, and none with `labels`. In a tree
+    every token has the target in `shift_labels`.
     """
     if packed.tree is not None:
         return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
-    # rows with left padding hold one document each, after a pad token of its own: no boundary
+    # rows with left padding hold one document each, after one pad token that is kept: there is no
+    # boundary
     if packed.left_pad_segments:
         return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
     if packed.indices is None:
@@ -182,8 +185,8 @@ def _predicts_nothing(packed: PackedSequence, batch_shape: tuple[int, int]) -> T
 
 
 def _ends_on_the_host(packed: PackedSequence, row_length: int) -> Tensor:
-    """Return the same on the host, bool [1, T], for a batch without dropped padding; the GPU waits,
-    so in few operations.
+    """Return the mask of `_predicts_nothing`, bool [1, T] on the host, for a batch without dropped
+    padding; in few operations, because the GPU waits.
     """
     offsets = packed.cu_seqlens_cpu.numpy()
     nothing = np.zeros((1, packed.num_tokens), dtype=bool)
@@ -195,8 +198,8 @@ def _ends_on_the_host(packed: PackedSequence, row_length: int) -> Tensor:
 
 
 def targets_on_padding(shifted: Tensor, packed: PackedSequence, ignored: int) -> Tensor:
-    """Return int64 [M] on the host: indices into [B*S] of dropped padding tokens that have a
-    label.
+    """Return int64 [M] on the host: the indices into [B*S] of the dropped padding tokens that have
+    a label.
     """
     has_label = (shifted != ignored).reshape(-1)
     if packed.indices is not None:
@@ -205,8 +208,8 @@ def targets_on_padding(shifted: Tensor, packed: PackedSequence, ignored: int) ->
 
 
 def are_left_pad_tokens(indices: Tensor, packed: PackedSequence) -> bool:
-    """Whether each token, int64 [M] on the host, indices into [B*S], is the last padding token
-    before a row's document.
+    """Whether every token at `indices`, int64 [M] on the host, into [B*S], is the last padding
+    token before a row's document.
     """
     assert packed.indices is not None
     first = packed.indices.to("cpu")[packed.cu_seqlens_cpu[:-1].long()]

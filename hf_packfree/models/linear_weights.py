@@ -1,5 +1,5 @@
-"""Weights of plain linear layers, torch's or bitsandbytes' in 4 bits, in the dtype of their
-products: under autocast, autocast's.
+"""Weights of plain linear layers, torch's or bitsandbytes' in 4 bits, in the dtype of the product,
+which under autocast is autocast's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LINEAR_4BIT = "bitsandbytes.nn.modules", "Linear4bit"
 
 
 def under_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for a device, of which some have none."""
+    """Whether autocast is on for a device; some kinds of device have no autocast."""
     kind = device.type
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
 
@@ -26,21 +26,23 @@ _has_autocast = cache(torch.amp.is_autocast_available)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which autocast computes on a device, of models in float64 some parts
-    too; None: it is off.
+    """Return autocast's dtype on a device, or None where autocast is off. In models in float64,
+    autocast applies to some operations only.
     """
     return torch.get_autocast_dtype(device.type) if under_autocast(device) else None
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a linear layer's product with x: autocast's where it is on, else x's."""
+    """Return the dtype of a linear layer's product with x: autocast's where autocast is on, else
+    x's.
+    """
     if under_autocast(x.device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def cast_weight(weight: Weight, dtype: torch.dtype) -> Weight | None:
-    """Return a weight in `dtype`, to which autocast rounds it; None: the dtypes differ without
+    """Return a weight rounded to `dtype`, as autocast does; None if the dtypes differ without
     autocast.
     """
     if weight.dtype == dtype or isinstance(weight, ComputedWeight):
@@ -52,7 +54,8 @@ def cast_weight(weight: Weight, dtype: torch.dtype) -> Weight | None:
 
 def read_weight(layer: Any, dtype: torch.dtype) -> Weight | None:
     """Return the weight of a plain nn.Linear, or of bitsandbytes' Linear4bit, dequantised to
-    `dtype`; None for any other layer, also one with a bias, hooks or a forward of its own.
+    `dtype`. None for any other layer, and for layers with a bias, hooks or a forward on the
+    instance.
     """
     weight = plain_weight(layer)
     if (
@@ -82,11 +85,13 @@ def read_weight(layer: Any, dtype: torch.dtype) -> Weight | None:
 
 
 def plain_weight(layer: Any) -> Tensor | None:
-    """Return the weight of an nn.Linear without bias, hooks or a forward of its own; else None."""
-    # others may hold no weight of that name
+    """Return the weight of an nn.Linear without bias, hooks or a forward on the instance; else
+    None.
+    """
+    # other layers may have no attribute `weight`
     if type(layer) is not nn.Linear:
         return None
-    # past nn.Module's own lookup, which is slow
+    # nn.Module's own lookup of attributes is slow
     fields = vars(layer)
     parameters = fields["_parameters"]
     weight = parameters.get("weight")
@@ -95,21 +100,21 @@ def plain_weight(layer: Any) -> Tensor | None:
 
 
 def qualified_name(thing: Any) -> tuple[str, str]:
-    """Return "module.Class" of an object: classes of optional packages are told by it, without an
-    import.
+    """Return (module, name) of an object's class, to recognise classes of optional packages without
+    an import.
     """
     return type(thing).__module__, type(thing).__name__
 
 
 def runs_class_forward(fields: dict[str, Any]) -> bool:
-    """Whether a call of the module with these attributes runs its class's forward, and no hook
-    of its own.
+    """Whether a call of the module with these attributes runs its class's forward without hooks of
+    the instance.
     """
     return not ("forward" in fields or "_hf_hook" in fields or any(_hooks_of(fields)))
 
 
 def has_hooks(fields: dict[str, Any]) -> bool:
-    """Whether a call of the module with these attributes runs hooks of its own."""
+    """Whether a call of the module with these attributes runs hooks of the instance."""
     return "_hf_hook" in fields or any(_hooks_of(fields))
 
 

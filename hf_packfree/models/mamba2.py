@@ -21,11 +21,12 @@ from hf_packfree.packing import PackedSequence
 
 
 class PackedMamba2(ConvMixer):
-    """Put in front of a family's Mamba-2: owns the packed branch, leaves everything else to
+    """Put in front of a family's Mamba-2: has the packed branch, and leaves everything else to
     upstream.
 
-    Upstream's training has one kernel for convolution, state, norm and output projection, which
-    reads weights past their adapters: the packed branch comes before it, and calls the modules.
+    In training, upstream runs one kernel for convolution, state, norm and output projection, which
+    reads weights without their adapters. The packed branch runs instead of that kernel, and calls
+    the modules.
     """
 
     endings = "MambaLayer", "Mixer"
@@ -58,8 +59,8 @@ class PackedMamba2(ConvMixer):
         return self.out_proj(normed.to(hidden_states.dtype))
 
     def _project(self, hidden_states: Tensor) -> Tensor:
-        """Return gate | x, B, C | dt [1, T, H P + C + H]; Falcon-H1 scales what goes in and
-        comes out.
+        """Return gate | x, B, C | dt [1, T, H P + C + H]; Falcon-H1 scales the projection's input
+        and output.
         """
         if not hasattr(self, "mup_vector"):
             return self.in_proj(hidden_states)
@@ -67,13 +68,17 @@ class PackedMamba2(ConvMixer):
         return projected * self.mup_vector
 
     def _steps(self, dt: Tensor) -> Tensor:
-        """Return the steps in fp32, as upstream's kernels make them."""
+        """Return the step sizes from dt [1, T, H], in fp32 (fp64 from fp64), as upstream's kernels
+        compute them.
+        """
         wide = torch.promote_types(dt.dtype, torch.float32)
         steps = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         return steps.clamp(*self.time_step_limit)
 
     def _normalise(self, out: Tensor, gate: Tensor) -> Tensor:
-        """Gate and normalise, as upstream's norm does; Falcon-H1 may have none."""
+        """Gate and normalise the output by upstream's norm; without a norm, as in some of
+        Falcon-H1's models, only gate.
+        """
         if isinstance(self.norm, nn.Identity):
             return out * F.silu(gate)
         return self.norm(out, gate)
@@ -85,7 +90,7 @@ class PackedMamba2(ConvMixer):
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
-        """Return what the packed branch reads, as found and as the module's own head counts say."""
+        """Return the sizes of the parameters, as found and as the module's numbers of heads say."""
         heads, values = layer.num_heads, layer.num_heads * layer.head_dim
         channels = values + 2 * layer.n_groups * layer.ssm_state_size
         has_norm = not isinstance(layer.norm, nn.Identity)

@@ -1,8 +1,8 @@
-"""Media that cannot be a processor's are refused by name, where torch would say which of its shapes
-differ.
+"""Checks that refuse media which no processor returns, by the name of the argument; torch would
+only report shapes that differ.
 
-What a tensor is costs nothing to ask; its values are read of copies on the host, which planning
-made anyway. M items of a kind, N patches of all images or of all videos.
+Dtypes and shapes are known on the host; values are read from copies on the host, which planning
+needs anyway. Shapes: M items of a kind, N patches of all images or of all videos.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError
 
 PIXELS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
-"""Grids, and the patches that they count."""
+"""{argument with grids: argument with the patches that the grids count}."""
 _PROCESSORS = "pass what the processor returned for these documents"
 _SHAPES = {
     **dict.fromkeys(PIXELS, ("an integer", "[M, 3]")),
@@ -26,14 +26,14 @@ _SHAPES = {
 
 
 def check_media_tensors(given: Mapping[str, Any], shape: tuple[int, ...] | None = None) -> None:
-    """Refuse what is no tensor of the kind that a keyword of media wants.
+    """Refuse arguments of media that are not tensors of the expected dtype and shape.
 
     Args:
-        given: arguments by name; those that are None, or hold nothing, are left out.
+        given: arguments by name; those that are None or empty are not checked.
         shape: (B, S) of the tokens, None where there are none.
 
     Raises:
-        BoundaryError: one of them is of another kind.
+        BoundaryError: an argument is no tensor, or has another dtype or shape.
     """
     for name, (integer, sizes) in _SHAPES.items():
         value = given.get(name)
@@ -70,16 +70,17 @@ def _kind(value: Any) -> str:
 
 
 def check_media_sizes(config: Any, given: Mapping[str, Any], media: Any) -> None:
-    """Refuse features that are not those of the items whose sizes came with them.
+    """Refuse media whose patches, seconds or frames do not match the sizes of the items.
 
     Args:
-        config: of the vision-language model.
+        config: the vision-language model's.
         given: arguments by name, see `check_media_tensors`.
-        media: the same sizes on the host, a `RowMedia`.
+        media: the sizes of the items on the host, a `RowMedia`.
 
     Raises:
-        BoundaryError: grids do not merge, patches are more or fewer than grids count, seconds are
-            not one for each video, or an audio has no frame or not the mask's.
+        BoundaryError: a grid is no multiple of the merge size, the number of patches is not that of
+            the grids, the seconds are not one for each video, an audio has no frame, or its
+            features do not have the mask's shape.
     """
     for name, pixels in PIXELS.items():
         grids = getattr(media, name)
@@ -139,16 +140,16 @@ def _check_audio(given: Mapping[str, Any], frames: Tensor | None) -> None:
 
 
 def values_of_a_patch(vision: Any) -> int:
-    """Return how many values a tower takes of each patch; `vision` is its config."""
+    """Return how many values a patch has, for the tower with the config `vision`."""
     channels: int = getattr(vision, "in_channels", 3)
     return channels * vision.temporal_patch_size * vision.patch_size**2
 
 
 def check_widths(config: Any, given: Mapping[str, Any]) -> None:
-    """Refuse patches and audio features of another model's size.
+    """Refuse patches and audio features of another size than the model's towers take.
 
     Raises:
-        BoundaryError: a patch, or a frame, has not the values that the model's towers take.
+        BoundaryError: a patch, or a frame, has another number of values.
     """
     patch = values_of_a_patch(config.vision_config)
     audio = getattr(config, "audio_config", None)

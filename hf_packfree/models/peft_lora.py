@@ -1,8 +1,8 @@
 """Read PEFT's LoRA layers as arguments of `hf_packfree.ops.fused`, without importing PEFT.
 
-LoRA and DoRA are fused, on a plain linear layer or on one of bitsandbytes' in 4 bits. DoRA with
-dropout, other variants, adapters with biases, other methods and other quantised bases are not:
-their layers run their own forward.
+LoRA and DoRA are fused, on a plain linear layer or on bitsandbytes' in 4 bits. Layers with DoRA
+with dropout, other variants, adapters with biases, other methods or other quantised bases run
+PEFT's forward.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _DORA_LAYER = "peft.tuners.lora.dora", "DoraLinearLayer"
 
 
 def is_lora(layer: Any) -> bool:
-    """Whether the layer is PEFT's LoRA of a linear layer, running PEFT's own forward."""
+    """Whether the layer is PEFT's LoRA of a linear layer, and a call runs PEFT's own forward."""
     kind: Any = type(layer)
     return _is_lora_class(kind, getattr(kind, "forward", None)) and runs_class_forward(vars(layer))
 
 
-# called hundreds of times a step; a forward that is replaced is another key
+# called hundreds of times a step; `forward` is part of the key, because it may be replaced
 @lru_cache(maxsize=256)
 def _is_lora_class(kind: type, forward: Any) -> bool:
     known = (kind.__module__, kind.__name__) in _LORA
@@ -48,7 +48,7 @@ def _is_lora_class(kind: type, forward: Any) -> bool:
 
 
 def read_lora(layer: Any, x: Tensor) -> Layer | None:
-    """Return the base's weight with the active adapters, or None if a call of `layer` on x does
+    """Return the base layer's weight with the active adapters, or None if `layer(x)` computes
     anything else.
 
     Args:
@@ -59,7 +59,7 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
     if base is None or names is None:
         return None
     cast = dtype if under_autocast(x.device) else None
-    # the adapters of another formula than LoRA's, by name
+    # adapters with another formula than LoRA's, by name
     variants = getattr(layer, "lora_variant", {})
     adapters: list[Adapter] = []
     for name in names:
@@ -73,8 +73,8 @@ def read_lora(layer: Any, x: Tensor) -> Layer | None:
 
 
 def spare_columns_for(layers: Iterable[Any], x: Tensor) -> int:
-    """Return how many columns to allocate behind the rows of x, which these layers read, for
-    h = x A' of their LoRA; 0 without a backward pass.
+    """Return how many spare columns to allocate in x, which these layers read, for h = x A' of
+    their LoRA adapters; 0 without a backward pass.
     """
     if not torch.is_grad_enabled():
         return 0
@@ -90,8 +90,8 @@ def spare_columns_for(layers: Iterable[Any], x: Tensor) -> int:
 
 
 def unfit_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
-    """Return the dtype of the first active adapter on which PEFT multiplies a rounded x, or a
-    widened one, as fused layers do not; None: there is none.
+    """Return the dtype of the first active adapter for which PEFT casts x in a way that fused
+    layers do not, or None.
 
     Args:
         layer: see `is_lora`.
@@ -105,8 +105,8 @@ def unfit_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
 
 
 def _active_adapters(layer: Any) -> list[str] | None:
-    """Return the names of the adapters that a call adds to what the base layer returns; None:
-    adapters are disabled while merged, so PEFT would unmerge first.
+    """Return the names of the adapters whose outputs a call adds to the base layer's; None:
+    adapters are disabled while merged, so that PEFT would unmerge them first.
     """
     merged = layer.merged
     if layer.disable_adapters:
@@ -120,13 +120,14 @@ def _active_adapters(layer: Any) -> list[str] | None:
 def _read_adapter(
     layer: Any, name: str, variant: Any, x: Tensor, cast: torch.dtype | None
 ) -> Adapter | None:
-    """Return the adapter of that name, where it is two products and a scale.
+    """Return the adapter of that name, or None if it is not two products and a scale.
 
     Args:
-        variant: of another formula than LoRA's; only DoRA without dropout is known.
-        cast: autocast's dtype where it is on.
+        variant: PEFT's variant, for another formula than LoRA's; only DoRA without dropout is
+            supported. None: LoRA.
+        cast: autocast's dtype, None where autocast is off.
     """
-    # past nn.Module's own lookup, which is slow
+    # nn.Module's own lookup of attributes is slow
     parts = layer._modules
     A = plain_weight(parts["lora_A"]._modules[name])
     B = plain_weight(parts["lora_B"]._modules[name])
@@ -137,7 +138,7 @@ def _read_adapter(
     if variant is not None:
         known = qualified_name(variant) == _DORA_VARIANT and type(dropout) is nn.Identity
     else:
-        # of a PEFT that has DoRA without variants
+        # older releases of PEFT have `use_dora` instead of variants
         known = not getattr(layer, "use_dora", {}).get(name)
     if not known:
         return None
@@ -145,8 +146,8 @@ def _read_adapter(
 
 
 def _fits(layer: Any, A: Tensor, B: Tensor, x: Tensor, cast: torch.dtype | None) -> bool:
-    """Whether PEFT computes the adapter in x's dtype, in fp32 on x of half precision, or in
-    autocast's dtype.
+    """Whether PEFT computes the adapter in x's dtype, in fp32 from x in half precision, or in
+    autocast's dtype, as fused layers do.
     """
     if A.dtype != B.dtype or A.device != x.device:
         return False
@@ -157,8 +158,8 @@ def _fits(layer: Any, A: Tensor, B: Tensor, x: Tensor, cast: torch.dtype | None)
 
 
 def _probability(dropout: Any) -> float | None:
-    """Return what a dropout module sets to zero now; None if it is anything else, or leaves
-    nothing.
+    """Return the probability with which a dropout module sets elements to zero in this mode; None
+    for another module, or a probability of 1.
     """
     kind = type(dropout)
     if kind not in (nn.Identity, nn.Dropout) or not runs_class_forward(vars(dropout)):
@@ -171,8 +172,8 @@ def _probability(dropout: Any) -> float | None:
 def _with_dora(
     layer: Any, names: list[str], base: Weight, adapters: list[Adapter], dtype: torch.dtype
 ) -> Layer | None:
-    """Return the weight with adapters of which some are DoRA: each of these scales the rows of the
-    weight and of the adapters before it.
+    """Return the weight with adapters of which some are DoRA; each DoRA adapter scales the rows of
+    the weight, of the adapters before it and of its own B.
     """
     total: Tensor | None = None
     added: list[Adapter] = []
@@ -189,10 +190,10 @@ def _with_dora(
 
 
 def _magnitude_over_norm(dora: Any, base: Weight, adapter: Adapter) -> Tensor | None:
-    """Return DoRA's magnitude m, trained, over the norm of every row of W + scaling B A, which
-    counts as a constant: [F].
+    """Return DoRA's scale [F], m / norm(W + scaling B A) for every row, where the magnitude m is
+    trained and the norm has no gradient.
 
-    None: the layer's call does anything else.
+    Returns None if the DoRA module's call computes anything else.
     """
     if isinstance(base, Tensor) and base.requires_grad:
         return None

@@ -1,8 +1,9 @@
-"""Features of media at their placeholders, put there without a host wait.
+"""Writing features of media to their placeholders, without making the host wait.
 
-Upstream scatters by a mask, whose tokens the backward pass counts on the device, and adds by a
-boolean index, which counts in both directions. There is a feature for each of them, so that their
-places are computed on the device alone.
+Upstream scatters by a boolean mask and adds by a boolean index, for which the host waits until the
+device has counted the mask's tokens, in the backward pass or in both passes. The number of
+placeholders is known to be that of the features, so here their places are computed on the device
+without a count.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from hf_packfree.packing.marks import PLACES
 
 
 class PlaceholderMask(Tensor):
-    """A mask [B, S, 1 or D] of placeholders that were counted on the host: what is scattered by
-    it has a row for each.
+    """A mask [B, S, 1 or D] of placeholders that were counted on the host: there are as many
+    placeholders as rows of features.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run any operation as if this were an ordinary mask; scatter by places, which are
-        handed on to masks [B, S].
+        """Run `masked_scatter` by the placeholders' places, and copy the places to masks [B, S]
+        that are sliced from this one; run any other operation as for a plain mask.
         """
         mask = args[0]
         with torch._C.DisableTorchFunctionSubclass():
@@ -44,22 +45,24 @@ class PlaceholderMask(Tensor):
 
 
 def _places(mask: Tensor, count: int) -> Tensor:
-    """Return the places, int64 [count], of the `count` true elements of a mask [B, S], in order."""
+    """Return the flat indices, int64 [count], of the `count` true elements of a mask [B, S], in
+    order.
+    """
     return torch.searchsorted(
         mask.flatten().cumsum(0), torch.arange(1, count + 1, device=mask.device)
     )
 
 
 class PackedDeepstack(PackedTrunk):
-    """Put in front of a text model that adds features of images to the states between its first
-    layers.
+    """Put in front of a text model that adds features of images to the hidden states between its
+    first layers.
     """
 
     def _deepstack_process(
         self, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor
     ) -> Tensor:
-        """Return states [B, S, D] plus features [n, D] at what a mask [B, S] marks; upstream's
-        where nobody counted it.
+        """Return hidden states [B, S, D] plus features [n, D] at the tokens that a mask [B, S]
+        marks; by upstream's method if the mask has no `PLACES`.
         """
         places = PLACES.of(visual_pos_masks)
         if places is None:

@@ -1,5 +1,5 @@
-"""Which of upstream's modules compute their weights' formula and nothing else (no hooks, no
-unknown adapters, not sharded), so that a fused kernel may take their place.
+"""Checks that a module computes the formula of its class and nothing else (no hooks, no unknown
+adapters, no sharded weights), so that a fused kernel may replace its call.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _LIGERS = {
 def swiglu_layers(
     mlp: Any, layer: nn.Module, x: Tensor, *, adapters: bool = True
 ) -> tuple[Layer, Layer, Layer] | None:
-    """Return gate, up and down where `mlp(x)` is down(silu(gate(x)) * up(x)) and nothing else, else
-    None.
+    """Return the weights of gate, up and down if `mlp(x)` is down(silu(gate(x)) * up(x)) and
+    nothing else, else None.
 
-    That is the MLP of the modeling module that `layer` comes from, or Liger's kernel for it, of the
-    class or put on the instance. None too for experts, hooks, biases, quantised or sharded weights
-    and anything unknown, and for other adapters than plain LoRA, without `adapters` for all.
+    Such an MLP is of the modeling module that `layer` comes from, or runs Liger's kernel, on the
+    class or on the instance. None for experts, hooks, biases and sharded weights; see
+    `plain_layers` for adapters and quantised weights.
     """
     if not _is_swiglu(mlp, layer) or is_hooked(mlp):
         return None
@@ -52,7 +52,7 @@ def swiglu_layers(
 def _is_swiglu(mlp: Any, layer: nn.Module) -> bool:
     runs = forward_of(mlp)
     if (runs.__module__, getattr(runs, "__qualname__", "")) in _LIGERS:
-        # whatever activation the module holds
+        # Liger's kernel computes silu, whatever activation the module holds
         return True
     return is_upstreams(mlp, layer, "MLP") and is_silu(getattr(mlp, "act_fn", None))
 
@@ -68,8 +68,8 @@ def adds_one(norm: Any, layer: nn.Module) -> bool:
     """Whether calling `norm`, a part of `layer`, is x / sqrt(mean(x^2) + eps) * (1 + weight) in
     fp32 and nothing else.
 
-    That is the RMS norm of the family's own modeling module, or Liger's kernel for it, of the class
-    or put on the instance; with adapters, hooks or sharded weights it does more.
+    Such a norm is the RMS norm of the family's modeling module, or runs Liger's kernel, on the
+    class or on the instance. False with adapters, hooks or sharded weights.
     """
     return (
         _is_rms_norm(norm, layer)
@@ -79,9 +79,7 @@ def adds_one(norm: Any, layer: nn.Module) -> bool:
 
 
 def epsilon(norm: Any) -> float:
-    """What the norm adds to the mean square; transformers' classes and others' name it
-    differently.
-    """
+    """Return the norm's epsilon, which classes name `variance_epsilon` or `eps`."""
     found: float = vars(norm)["variance_epsilon" if "variance_epsilon" in vars(norm) else "eps"]
     return found
 
@@ -96,8 +94,9 @@ def _is_rms_norm(norm: Any, layer: nn.Module) -> bool:
 
 
 def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, ...]:
-    """Return `layer(x)` of each, x [..., D], in one fused product where all of them are plain
-    linear layers, with or without LoRA; otherwise, and where "fused" is "torch", call the modules.
+    """Return `layer(x)` for each layer, x [..., D]: in one fused product if all layers are plain
+    linear layers, with or without LoRA; by calling the modules otherwise, or if the backend of
+    "fused" is "torch".
     """
     backend = state.kernels_for(x.device, x.dtype)["fused"]
     adapters = FUSED.backend(backend).adapters
@@ -108,12 +107,12 @@ def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, .
 
 
 def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ...] | None:
-    """Return the layers' weights if each layer computes x @ weight.T and nothing else, else None;
-    in the dtype of that product, which under autocast is autocast's.
+    """Return the layers' weights if each layer computes x @ weight.T and nothing else, else None.
+    The weights are in the dtype of the product, which under autocast is autocast's.
 
-    With `adapters` they may have PEFT's LoRA, and weights in bitsandbytes' 4 bits. None for other
-    adapters and quantised layers, hooks, biases, sharded weights, and in compiled graphs. Called
-    hundreds of times a step, so what holds for all layers is checked once.
+    With `adapters`, layers may have PEFT's LoRA or DoRA, and weights in bitsandbytes' 4 bits. None
+    for other adapters and quantised layers, hooks, biases, sharded weights, and in compiled graphs.
+    Called hundreds of times a step, so conditions that are common to all layers are checked once.
     """
     if torch.compiler.is_compiling() or all_are_hooked():
         return None
@@ -132,8 +131,8 @@ def plain_layers(x: Any, *layers: Any, adapters: bool = True) -> tuple[Layer, ..
 
 
 def dtype_read(x: Tensor, layers: Iterable[Any]) -> torch.dtype | None:
-    """Return autocast's dtype if all of these layers round their input to it and only multiply
-    it, else None.
+    """Return autocast's dtype if every layer only multiplies its input, rounded to that dtype, else
+    None.
     """
     if not under_autocast(x.device):
         return None
@@ -153,11 +152,11 @@ def _only_multiplies(layer: Any, dtype: torch.dtype) -> bool:
 
 
 def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | None:
-    """Return weight [D, C] and bias [D] where `conv` of each of the patches [P, C] is one product
-    and nothing else, else None.
+    """Return weight [D, C] and bias [D] if `conv` is one product with the patches [P, C] and
+    nothing else, else None.
 
-    That is a convolution whose window is the whole patch; not with adapters, hooks, sharded
-    weights or padding, and not in compiled graphs.
+    Such a convolution's window is the whole patch. None with adapters, hooks, sharded weights or
+    padding, and in compiled graphs.
     """
     if type(conv) is not nn.Conv3d or "forward" in vars(conv) or is_hooked(conv):
         return None
@@ -175,11 +174,11 @@ def patch_weights(conv: Any, patches: Tensor) -> tuple[Tensor, Tensor | None] | 
 
 
 def layer_norm_weights(norm: Any, reader: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return weight [D] and bias [D] where `norm(x)` is torch's layer norm of x's last dimension
-    and nothing else, else None.
+    """Return weight [D] and bias [D] if `norm(x)` is torch's layer norm over x's last dimension and
+    nothing else, else None.
 
-    None in compiled graphs, which fuse by themselves, and under autocast, where the norm returns
-    fp32, unless the layer `reader` rounds that again, see `dtype_read`.
+    None in compiled graphs, which fuse by themselves. None under autocast, where torch's norm
+    returns fp32, unless the layer `reader` rounds its input again, see `dtype_read`.
     """
     if type(norm) is not nn.LayerNorm or "forward" in vars(norm) or is_hooked(norm):
         return None
@@ -194,8 +193,8 @@ def layer_norm_weights(norm: Any, reader: Any, x: Tensor) -> tuple[Tensor, Tenso
 
 
 def is_hooked(layer: Any) -> bool:
-    """Whether calling the layer does more than its class says (offloading, sharding): its
-    weights cannot just be read.
+    """Whether a call of the layer runs hooks (offloading, sharding), so that reading its weights is
+    not enough.
     """
     return has_hooks(vars(layer)) or all_are_hooked()
 
@@ -204,18 +203,18 @@ all_are_hooked = nn.modules.module._has_any_global_hook
 
 
 def forward_of(module: Any) -> Any:
-    """Return the forward that a call of `module` runs: its instance's if one was put there, else
-    its class's.
+    """Return the forward that a call of `module` runs: the instance's attribute, or else the
+    class's method.
     """
     return vars(module).get("forward", type(module).forward)
 
 
 def is_upstreams(module: Any, layer: nn.Module, ending: str) -> bool:
-    """Whether `module`, a part of `layer`, is of a class of the layer's own modeling module and
-    runs its forward untouched.
+    """Whether `module`, a part of `layer`, is of a class of the layer's modeling module and runs
+    that class's forward.
 
-    `ending` is how the class's name ends. A forward that something replaced or wrapped, on class or
-    instance, is not.
+    False if the class's name does not end in `ending`, or if the forward was replaced or wrapped,
+    on the class or the instance.
     """
     owner: Any = type(layer)
     family, kind, runs = _modules_of(owner), type(module), forward_of(module)
@@ -227,5 +226,5 @@ def is_upstreams(module: Any, layer: nn.Module, ending: str) -> bool:
 
 @cache
 def _modules_of(kind: type) -> frozenset[str]:
-    """The names of the modules that a class and its bases come from."""
+    """Return the names of the modules that define a class and its bases."""
     return frozenset(base.__module__ for base in kind.__mro__)

@@ -1,5 +1,5 @@
-"""Qwen2.5-VL: plain attention, with biases and without norms of q and k; no released model has a
-sliding window.
+"""Qwen2.5-VL: attention with biases and without norms of q and k; no released model has a sliding
+window.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from hf_packfree.models.vision_language import PackedVisionLanguage
 
 
 class MultimodalRotaryAttention(PackedAttention):
-    """Put in front of attention that may rotate by time, height and width."""
+    """Put in front of attention that may apply the rotary embedding of time, height and width
+    itself.
+    """
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # up to 5.16 the layers choose among the angles of time, height and width, [3, 1, T, D]
+        # up to transformers 5.16 the layers choose among the angles of time, height and width, [3,
+        # 1, T, D]
         if cos.ndim == 4:
             config: Any = self.config
             older: Any = upstream
@@ -53,8 +56,8 @@ globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen2_5_VLConfig:
-    """A model of some 150,000 parameters with every part of the family: a block of the tower
-    attends in windows.
+    """Return the configuration of a model of some 150,000 parameters with every part of the family:
+    one block of its tower attends in windows.
     """
     text = text_sizes(intermediate_size=96)
     vision = vision_sizes(depth=2, window_size=16, fullatt_block_indexes=[1])

@@ -30,7 +30,7 @@ globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3_5TextConfig:
-    """A model of some 100,000 parameters with every part of the family: 3 linear layers to 1
-    full, grouped heads.
+    """Return the configuration of a model of some 100,000 parameters with every part of the family:
+    three linear-attention layers to one of full attention, grouped heads.
     """
     return configuration.Qwen3_5TextConfig(**delta_net_sizes(intermediate_size=96))

@@ -30,7 +30,7 @@ globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3_5MoeTextConfig:
-    """A model of some 150,000 parameters with every part of the family: 3 linear layers to 1
-    full, 4 experts.
+    """Return the configuration of a model of some 150,000 parameters with every part of the family:
+    three linear-attention layers to one of full attention, 4 experts.
     """
     return configuration.Qwen3_5MoeTextConfig(**expert_sizes())

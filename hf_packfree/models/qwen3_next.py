@@ -23,8 +23,8 @@ from hf_packfree.models.trunk import PackedTrunk
 class InterleavedProjections(PackedGatedDeltaNet):
     """Qwen3-Next's layout: two projections, interleaved per key head.
 
-    `in_proj_qkvz` holds, key head by key head, its q, its k, and the v and z of the value heads
-    that read it; `in_proj_ba` likewise their b and a.
+    For each key head, `in_proj_qkvz` returns its q, its k, and v and z of the value heads that read
+    it; `in_proj_ba` returns b and a of these value heads.
     """
 
     inputs = "in_proj_qkvz", "in_proj_ba"
@@ -41,7 +41,7 @@ class InterleavedProjections(PackedGatedDeltaNet):
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
-        """Add the two interleaved projections to what every Gated DeltaNet has."""
+        """Add the sizes of the two interleaved projections to those of every Gated DeltaNet."""
         keys, values = layer.num_k_heads * layer.head_k_dim, layer.num_v_heads * layer.head_v_dim
         return PackedGatedDeltaNet.checkpoint_sizes(layer) | {
             "in_proj_qkvz": (
@@ -68,7 +68,7 @@ globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3NextConfig:
-    """A model of some 150,000 parameters with every part of the family: 3 linear layers to 1
-    full, 4 experts.
+    """Return the configuration of a model of some 150,000 parameters with every part of the family:
+    three linear-attention layers to one of full attention, 4 experts.
     """
     return configuration.Qwen3NextConfig(**expert_sizes(intermediate_size=96))

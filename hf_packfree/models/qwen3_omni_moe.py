@@ -28,15 +28,16 @@ from hf_packfree.models.vision_language import (
 
 
 class ThinkerHead(PackedHead):
-    """The head of releases in which it holds the towers itself: one forward from pixels to the
-    loss.
+    """The head of transformers' releases in which the head holds the towers itself: one forward
+    computes the loss from pixels.
     """
 
     def _forward_as_row(self, upstream: Any, call: Call) -> Any:
         def forward(head: Any, **given: Any) -> Any:
             packed = given.get("packed_sequence")
             if packed:
-                # experts' statistics need the mask, and who observes the trunk the caller's shape
+                # the experts' statistics need the mask, and observers of the text model the
+                # caller's shape
                 kept = {"attention_mask": given.get("attention_mask"), "packed_sequence": packed}
                 packed = packed.for_shape(Call(self, given).batch.shape)
                 given = packed_arguments(self, packed, given) | kept
@@ -65,8 +66,8 @@ globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3OmniMoeThinkerConfig:
-    """A model of some 200,000 parameters with every part of the family: two layers get image
-    features of their own.
+    """Return the configuration of a model of some 200,000 parameters with every part of the family:
+    image features are added after two layers.
     """
     text = qwen3_text_sizes(
         intermediate_size=96,

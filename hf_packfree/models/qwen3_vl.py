@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense: plain attention with normalised q and k, and image features added between the
+"""Qwen3-VL, dense: full attention with normalised q and k, and image features added between the
 first layers.
 """
 
@@ -28,8 +28,8 @@ globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3VLConfig:
-    """A model of some 200,000 parameters with every part of the family: two layers get image
-    features of their own.
+    """Return the configuration of a model of some 200,000 parameters with every part of the family:
+    image features are added after two layers.
     """
     text = qwen3_text_sizes(intermediate_size=96)
     return configuration.Qwen3VLConfig(

@@ -26,8 +26,8 @@ globals().update(CLASSES | HEADS)
 
 
 def tiny_config() -> configuration.Qwen3VLMoeConfig:
-    """A model of some 250,000 parameters with every part of the family: 4 experts, image
-    features added after two layers.
+    """Return the configuration of a model of some 250,000 parameters with every part of the family:
+    4 experts, image features added after two layers.
     """
     text = qwen3_text_sizes(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
     return configuration.Qwen3VLMoeConfig(

@@ -1,4 +1,6 @@
-"""Recompute the input of a linear layer in the backward pass, where one cheap kernel does it."""
+"""Recompute the input of a linear layer in the backward pass, if one cheap kernel computes that
+input.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,20 @@ from hf_packfree.ops.fused import OP as FUSED
 def recompute_saved(
     result: Tensor, compute: Callable[[], Tensor], enabled: bool
 ) -> AbstractContextManager[Any]:
-    """Within the block, autograd keeps `compute` instead of `result`, and calls it when a gradient
-    needs the tensor. What was changed in place since `compute` returned it is kept.
+    """Within the block, autograd saves `compute` instead of `result`, and calls `compute` when a
+    gradient needs the tensor. A `result` that was changed in place since is saved itself.
 
     Args:
-        result: what `compute` has just returned; a view that covers all of it counts as it.
-        compute: has to return the same tensor, bit for bit, and to hold what it needs.
-        enabled: False, and wherever checkpointing or offloading already decides what is kept:
-            nothing changes.
+        result: the tensor that `compute` has just returned; a contiguous view of all its elements
+            is replaced, too.
+        compute: returns the values of `result` again, bit for bit; has to hold the tensors that it
+            reads.
+        enabled: if False, autograd saves as usual; so it does where checkpointing or offloading
+            already decides what is saved.
 
     Raises:
-        RuntimeError: in the backward pass, as torch does without hooks, where a tensor that it
-            needs was changed in place after it was kept.
+        RuntimeError: in the backward pass, as torch raises without hooks, if a saved tensor was
+            changed in place after it was saved.
     """
     if not enabled or not torch.is_grad_enabled() or has_saved_tensor_hooks():
         return nullcontext()
@@ -46,7 +50,7 @@ def recompute_saved(
             with torch.no_grad():
                 return compute().view(packed)
         saved, before = packed
-        # torch compares them only where there are no hooks
+        # torch compares versions only of tensors that are saved without hooks
         if saved._version != before:
             raise RuntimeError(
                 f"found a tensor of shape {tuple(saved.shape)} that was changed in place "
@@ -67,18 +71,18 @@ def linear_with_recompute(
     recompute: bool,
     state: PatchState,
 ) -> Tensor:
-    """Return a linear layer's output for the input `compute()`, [1, T, H, D], which is not kept for
-    the backward pass.
+    """Return a linear layer's output for the input `compute()`, [1, T, H, D], without saving that
+    input for the backward pass.
 
     Args:
-        compute: called with `projection`, the layer's weight or that with adapters, it returns the
-            layer's output instead.
-        x: what `compute` reads, of the dtype and on the device of what it returns.
-        backend: that of `compute`, whose backward pass with `projection` may recompute the layer's
-            input by itself.
-        recompute: whether to recompute it for any other layer too (hooks, other adapters), see
-            `recompute_saved`.
-        state: the module's, for a linear layer that is called by itself.
+        compute: returns the layer's input; called with `projection`, the layer's weight with or
+            without adapters, returns the layer's output.
+        x: a tensor that `compute` reads, of the dtype and on the device of its result.
+        backend: the backend of `compute`; its backward pass with `projection` may recompute the
+            layer's input by itself.
+        recompute: whether to recompute the input of layers that cannot be passed as `projection`,
+            too (hooks, other adapters), see `recompute_saved`.
+        state: the patched module's, by which the layer runs if it is not passed as `projection`.
     """
     fused = FUSED.backend(backend)
     alone = fused.recomputes and x.dtype == compute_dtype(x)

@@ -1,4 +1,6 @@
-"""Heads whose own forward hands no keywords to their model: the record goes past it."""
+"""Heads whose upstream forward passes no keywords to their model: here the model gets the record as
+a keyword.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from hf_packfree.models.heads import PackedHead
 
 
 class RecordHead(PackedHead):
-    """Put in front of such a causal language model; nothing else of it differs."""
+    """Put in front of a causal language model whose forward passes no keywords to the model
+    below.
+    """
 
     endings = ("Mamba2ForCausalLM",)
 
@@ -25,7 +29,7 @@ def _run(upstream: Any, head: Any, **arguments: Any) -> Any:
 
 
 class HeadWithRecord(OfCall):
-    """A head during one call, but for its model, which gets the record, too."""
+    """A head during one call, whose model is called with the record as an additional keyword."""
 
     def __init__(self, head: Any, record: Any) -> None:
         super().__init__(head)

@@ -1,9 +1,9 @@
 """Positions of documents with images, videos and audio: upstream's own `get_rope_index`, one
 document at a time.
 
-It runs on host tensors, because it reads every token and grid there. A position is four numbers:
-the token's place in its document's text, which says where documents start, and time, height and
-width, which the rotary embedding reads.
+`get_rope_index` gets host tensors, because it reads every token and grid on the host. A position is
+four numbers: the token's index in its document, which shows where documents start, and time, height
+and width, which the rotary embedding reads.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.media import Media, media_offsets
 
 SECONDS = ("second_per_grid_ts", "video_second_per_grid")
-"""The keywords of the seconds between two grids of videos."""
+"""The keywords of a forward for the seconds between two grids of a video."""
 _SECONDS = ("second_per_grid_ts", "second_per_grids")
-"""The same in `get_rope_index`."""
+"""The parameters of `get_rope_index` for the seconds between two grids of a video."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowMedia:
-    """What describes the media of a row or of a document, on the host; items in reading order, None
-    where there are none.
+    """The sizes and types of the media of a row or of a document, on the host; items in reading
+    order, None where there are none.
 
     Attributes:
-        image_grid_thw, video_grid_thw: int64 [M, 3], patches in time, height and width of each
-            item.
-        seconds_per_grid: float or int [M] of the videos, seconds between two of its grids.
-        audio_lengths: int64 [M], frames of each audio.
-        mm_token_type_ids: integers [1, T]; 1 where a token stands for an image, 2 for a video; made
-            from the ids if None.
-        use_audio_in_video: whether videos carry their sound between their own tokens; None: as the
-            ids say.
+        image_grid_thw, video_grid_thw: int64 [M, 3], the number of patches of each item in time,
+            height and width.
+        seconds_per_grid: float or int [M], the seconds between two grids of each video.
+        audio_lengths: int64 [M], the number of frames of each audio.
+        mm_token_type_ids: integers [1, T]; 1 where a token stands for an image, 2 for a video;
+            computed from the ids if None.
+        use_audio_in_video: whether the tokens of videos' sound are between the videos' own tokens;
+            None: read from the ids.
     """
 
     image_grid_thw: Tensor | None = None
@@ -53,8 +53,8 @@ class RowMedia:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> RowMedia:
-        """Return what a forward's arguments, or a processor's output, say of media; tensors are
-        brought to the host.
+        """Return the media of a forward's arguments or a processor's output, with tensors copied to
+        the host.
         """
         frames = arguments.get("feature_attention_mask")
         given: dict[str, Any] = {
@@ -82,7 +82,7 @@ def rope_source(config: Any) -> Any:
     """Return an object with upstream's `get_rope_index` for a model of this configuration, without
     weights.
 
-    For who has no model, such as a collator in a worker process.
+    For code without a model, such as a collator in a worker process.
 
     Raises:
         UnsupportedInput: upstream's models of this configuration have no such method.
@@ -107,11 +107,12 @@ def rope_source(config: Any) -> Any:
 
 
 def media_of(source: Any, row: RowMedia) -> list[Media]:
-    """Return the media of a row as they are counted: see `hf_packfree.packing.media`.
+    """Return the media of a row as placeholders are counted, one `Media` for each kind: see
+    `hf_packfree.packing.media`.
 
     Args:
         source: the module that has `get_rope_index`, or what `rope_source` returns.
-        row: of one document or of several.
+        row: the media of one or several documents.
     """
     config, kinds = source.config, []
     with_text_between_frames = not counts_seconds(source)
@@ -139,15 +140,15 @@ def media_of(source: Any, row: RowMedia) -> list[Media]:
 
 
 def counts_seconds(source: Any) -> bool:
-    """Whether a family numbers frames of videos by seconds, at a rate of its configuration;
-    others write times as text.
+    """Whether a family's positions of video frames depend on their seconds; other families write
+    times as text.
     """
     return bool(_parameters(source) & set(_SECONDS))
 
 
 def audio_tokens(frames: Tensor, n_window: int = 50) -> Tensor:
-    """Return the number of tokens of audios of `frames` frames: 13 for each full chunk of
-    2 * n_window, and the rest halved three times.
+    """Return the number of tokens of audios of `frames` frames: 13 for each full chunk of 2 *
+    n_window frames, and the remaining frames halved three times.
     """
     rest = frames % (2 * n_window)
     for _ in range(3):
@@ -156,19 +157,20 @@ def audio_tokens(frames: Tensor, n_window: int = 50) -> Tensor:
 
 
 def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tensor:
-    """Return the positions of one document, as upstream's `get_rope_index` numbers it alone.
+    """Return the positions of one document, from upstream's `get_rope_index` for this document
+    alone.
 
     Args:
         source: the module that has `get_rope_index`, or what `rope_source` returns.
         input_ids: int64 [1, s] on the host, without padding.
-        media: of this document alone.
+        media: those of this document only.
 
     Returns:
-        [4, 1, s] on the host: 0 to s - 1, then time, height and width; int64, or float32 where the
-        family has fractions.
+        [4, 1, s] on the host: 0 to s - 1, then time, height and width; int64, or float32 in
+        families whose positions have fractions.
 
     Raises:
-        UnsupportedInput: videos with sound and silent ones in one document.
+        UnsupportedInput: the document has videos with sound and videos without.
     """
     text = torch.arange(input_ids.shape[1], device="cpu")[None]
     if media.is_empty:
@@ -179,8 +181,8 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
         "video_grid_thw": media.video_grid_thw
         if counts_seconds(source)
         else _by_frame(media.video_grid_thw),
-        # without token types it is needed; with them it says nothing, and selects tokens on all of
-        # the host's threads
+        # only releases without token types need the mask; in others it changes nothing, and
+        # selecting tokens by it takes all of the host's threads
         "attention_mask": None if "mm_token_type_ids" in wanted else torch.ones_like(input_ids),
         "mm_token_type_ids": media.mm_token_type_ids,
         "audio_seqlens": media.audio_lengths,
@@ -196,10 +198,10 @@ def document_positions(source: Any, input_ids: Tensor, media: RowMedia) -> Tenso
 
 
 def _by_frame(grids: Tensor | None) -> Tensor | None:
-    """Return the grids of videos whose frames have text between them, one for each frame, as
-    transformers 5.3 wants them.
+    """Return one grid for each frame, for videos with text between their frames, as transformers
+    5.3 wants.
 
-    Other releases do it themselves, which changes nothing then.
+    Other releases split grids into frames by themselves, which changes nothing on these.
     """
     if grids is None:
         return None
@@ -210,7 +212,8 @@ def _by_frame(grids: Tensor | None) -> Tensor | None:
 def items_of_documents(
     source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: RowMedia
 ) -> dict[str, Tensor]:
-    """Return which items belong to which document of a row, by kind, see `media_offsets`.
+    """Return {kind of media: int64 [N+1]}, which items belong to which document of a row, see
+    `media_offsets`.
 
     Args:
         source, input_ids, cu_seqlens, media: see `packed_positions`.
@@ -225,21 +228,22 @@ def items_of_documents(
 
 
 def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: RowMedia) -> Tensor:
-    """Return the positions of a row, every document numbered alone.
+    """Return the positions of a row, with those of every document from `document_positions`.
 
     Args:
         source: the module that has `get_rope_index`, or what `rope_source` returns.
         input_ids: int64 [1, T] on the host.
         cu_seqlens: int32 [N+1] on the host, offsets of the documents.
-        media: of all of them.
+        media: those of all documents.
 
     Returns:
         [4, 1, T] on the host, see `document_positions`.
 
     Raises:
         BoundaryError: media and placeholders do not agree, see `media_offsets`, or
-            `mm_token_type_ids` and the ids.
-        UnsupportedInput: videos with sound and silent ones under one `use_audio_in_video`.
+            `mm_token_type_ids` differ from the ids.
+        UnsupportedInput: a document has videos with sound and videos without, or
+            `use_audio_in_video` is wrong for some video.
     """
     offsets = {
         name: items.tolist()
@@ -261,19 +265,21 @@ def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: 
 
 
 def to_device(positions: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor's copy on a device, for which nobody waits: a GPU takes it from
-    pinned memory.
+    """Return a copy of a host tensor on a device, without waiting: for a GPU, the copy is
+    asynchronous from pinned memory.
     """
     if device.type != "cuda":
         return positions.to(device)
     pinned = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
-    # torch's copy would wake the host's threads
+    # torch's copy would use several of the host's threads
     np.copyto(pinned.numpy(), positions.numpy())
     return pinned.to(device, non_blocking=True)
 
 
 def _of_document(media: RowMedia, spans: Mapping[str, slice], tokens: slice) -> RowMedia:
-    """Return the media of one document; `spans` are its items by kind."""
+    """Return the media of one document; `spans` are {kind of media: the document's items}, `tokens`
+    the document's tokens.
+    """
     kind_of = {
         "image_grid_thw": "image",
         "video_grid_thw": "video",
@@ -294,7 +300,7 @@ def _of_document(media: RowMedia, spans: Mapping[str, slice], tokens: slice) -> 
 
 
 def _parameters(source: Any) -> frozenset[str]:
-    """Return the names of what the family's `get_rope_index` takes in this release."""
+    """Return the names of the parameters of the family's `get_rope_index` in this release."""
     method = source.get_rope_index
     return _names_of(getattr(method, "__func__", method))
 
@@ -306,15 +312,13 @@ def _names_of(function: Any) -> frozenset[str]:
 
 
 def token_types(config: Any, input_ids: Tensor) -> Tensor:
-    """Return integers [1, s]: 1 at placeholders of images, 2 at those of videos."""
+    """Return int64 [1, s]: 1 at placeholders of images, 2 at placeholders of videos, else 0."""
     images, videos = input_ids == config.image_token_id, input_ids == config.video_token_id
     return images.long() + 2 * videos.long()
 
 
 def _check_types(config: Any, input_ids: Tensor, types: Tensor | None) -> None:
-    """Refuse `mm_token_type_ids` that put images or videos where the ids have none, or the other
-    way around.
-    """
+    """Refuse `mm_token_type_ids` that do not match the ids' placeholders of images and videos."""
     if types is None:
         return
     for kind, token in ((1, config.image_token_id), (2, config.video_token_id)):
@@ -328,8 +332,8 @@ def _check_types(config: Any, input_ids: Tensor, types: Tensor | None) -> None:
 
 
 def _videos(config: Any, input_ids: Tensor) -> tuple[int, int]:
-    """Return how many videos come with their sound between their own tokens, and how many
-    without.
+    """Return how many videos have their sound between their own tokens, and how many have no
+    sound.
     """
     after_start = input_ids[0, 1:][input_ids[0, :-1] == config.vision_start_token_id]
     return int((after_start == config.audio_start_token_id).sum()), int(

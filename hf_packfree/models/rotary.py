@@ -12,44 +12,46 @@ from hf_packfree.errors import UnsupportedInput, UnsupportedModel
 from hf_packfree.packing import PackedSequence, uncompiled
 
 FIXED = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""Types that rotate a token by its own position alone; a test compares the table with every type of
-the installed release.
+"""Types whose rotation of a token depends only on that token's position; a test compares the table
+with every type of the installed release.
 """
 BY_LONGEST = frozenset({"dynamic", "longrope"})
-"""Types that rotate all tokens of a call differently once its longest position is past a limit."""
+"""Types whose rotation of all tokens changes once the longest position of a call is above a
+limit.
+"""
 
 
 def has_sections(trunk: Any) -> bool:
-    """Whether a text model's channels are rotated by time, height and width (mRoPE), so that
-    positions may be three.
+    """Whether a text model's rotary embedding has sections for time, height and width (mRoPE), so
+    that positions may be [3, B, S].
     """
     sections = getattr(trunk.config, "rope_parameters", None) or {}
-    # some have none, or give it another name
+    # some text models have no `rotary_emb`, or name it otherwise
     rotary = getattr(trunk, "rotary_emb", None)
     return hasattr(rotary, "mrope_section") or "mrope_section" in sections
 
 
 def cos_and_sin(trunk: Any, x: Tensor, positions: Tensor) -> Any:
-    """Return what a text model's rotary embedding gives positions [1, T], or three of them, [3, 1,
-    T]; x has dtype and device.
+    """Return cos and sin from a text model's rotary embedding for positions [1, T] or [3, 1, T], in
+    x's dtype and on its device.
 
-    transformers 5.17 takes three alone where there are sections; other releases make three of one.
+    With mRoPE, transformers 5.17 only takes [3, 1, T]; other releases expand [1, T] themselves.
     """
     one = positions.ndim == 2 and has_sections(trunk)
     return trunk.rotary_emb(x, positions.expand(3, -1, -1) if one else positions)
 
 
 def rope_type(config: Any) -> str:
-    """Return the type of a text config's rotary embedding. Where layers differ: one that is not
-    known, else one that depends on the longest position, else any.
+    """Return the type of a text config's rotary embedding. If layers have different types: an
+    unknown one, else one that depends on the longest position, else any.
     """
     types = [str(given.get("rope_type")) for given in _by_layer(config)]
     return max(types, key=lambda name: (name not in FIXED, name not in BY_LONGEST))
 
 
 def _by_layer(config: Any) -> list[Any]:
-    """Return the parameters of rotary embeddings, one for each kind of layer where kinds differ;
-    layers without positions have none.
+    """Return the parameters of a config's rotary embeddings, one dict for each kind of layer if
+    kinds differ; kinds without positions count as the default type.
     """
     plain = {"rope_type": "default"}
     given = getattr(config, "rope_parameters", None) or plain
@@ -58,15 +60,15 @@ def _by_layer(config: Any) -> list[Any]:
 
 
 def has_fixed_frequencies(config: Any) -> bool:
-    """Whether a token is rotated by its own position alone."""
+    """Whether the rotation of a token depends only on that token's position."""
     return rope_type(config) in FIXED
 
 
 def check_rope_type(config: Any) -> None:
-    """Refuse a type that is not in the tables above.
+    """Refuse a type of rotary embedding that is neither in `FIXED` nor in `BY_LONGEST`.
 
     Raises:
-        UnsupportedModel: documents of a row may share its frequencies.
+        UnsupportedModel: the type is unknown, so that its frequencies may depend on the whole row.
     """
     known = FIXED | BY_LONGEST
     if rope_type(config) not in known:
@@ -82,9 +84,10 @@ def check_longest_position(config: Any, packed: PackedSequence, position_ids: Te
     """Refuse a row whose longest document would change the frequencies of the others.
 
     Args:
-        config: of the text model.
+        config: the text model's.
         packed: the record of the row.
-        position_ids: integers of any shape, all that the rotary embedding gets; read on the host.
+        position_ids: integers of any shape, all positions that the rotary embedding gets; read on
+            the host.
 
     Raises:
         UnsupportedInput: the longest position is past the limit.
@@ -108,5 +111,6 @@ def _limit(config: Any) -> int:
     if rope_type(config) == "longrope":
         found = (given.get("original_max_position_embeddings") for given in _by_layer(config))
         return min(int(limit) for limit in found if limit is not None)
-    # of exactly max_position_embeddings, upstream keeps the frequencies of a longer call before
+    # in a call of exactly max_position_embeddings, upstream keeps the frequencies of a longer call
+    # before
     return int(config.max_position_embeddings) - 1

@@ -1,4 +1,6 @@
-"""Between the caller's batch [B, S] and the row [1, T]: arguments there, outputs back."""
+"""Conversion between the caller's batch [B, S] and the row [1, T]: arguments to the row, outputs to
+the batch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from hf_packfree.packing import PackedSequence, repad, unpad
 
 
 def positions_for(trunk: Any, position_ids: Tensor | None) -> Tensor | None:
-    """Return positions in a shape that the text model `trunk` takes: one row for each of the batch,
-    or its mRoPE stack.
+    """Return positions in a shape that the text model `trunk` takes: [B, S], or with mRoPE a stack
+    [3 or 4, B, S].
 
     Raises:
-        UnsupportedInput: rows of positions differ, and the model has one position per token.
+        UnsupportedInput: the rows of a stack differ, and the model has one position per token.
     """
     if position_ids is None or position_ids.ndim == 2:
         return position_ids
@@ -36,7 +38,7 @@ def positions_for(trunk: Any, position_ids: Tensor | None) -> Tensor | None:
 
 
 def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor:
-    """Return the row's positions in the shape upstream was given: [1, T], or [3 or 4, 1, T]."""
+    """Return the row's positions: [1, T], or [3 or 4, 1, T] if `position_ids` are a stack."""
     if position_ids is None:
         return packed.position_ids()
     rows, tokens = packed.batch_shape
@@ -51,9 +53,9 @@ def row_positions(position_ids: Tensor | None, packed: PackedSequence) -> Tensor
 
 
 def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, Any]:
-    """Return the arguments with every tensor [B, S, ...], such as ids, embeddings and weights per
-    token, unpadded to the row [1, T, ...]; arguments of media stay as they are, and a mask is left
-    out.
+    """Return the arguments without `attention_mask`, and with every tensor [B, S, ...], such as
+    ids, embeddings and weights per token, unpadded to the row [1, T, ...]. Arguments of media are
+    unchanged.
     """
     rows = {
         name
@@ -68,12 +70,12 @@ def row_of_each(arguments: dict[str, Any], packed: PackedSequence) -> dict[str, 
 
 
 def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = True) -> None:
-    """Put hidden states and router logits that were requested back into the caller's [B, S], in
-    place.
+    """Change an output's hidden states and router logits, if there are any, from the row's to the
+    batch's shape, in place.
 
     Args:
-        count_all: whether router logits have padding too, as upstream's auxiliary loss counts all
-            tokens when it gets no mask; otherwise those of real tokens alone.
+        count_all: whether to return router logits of padding too, because upstream's auxiliary loss
+            counts all tokens if it gets no mask; otherwise only those of real tokens.
     """
     if output.get("hidden_states") is not None:
         layers = output.hidden_states
@@ -86,13 +88,13 @@ def restore_layers(output: Any, packed: PackedSequence, *, count_all: bool = Tru
 
 
 def _repad_rows(layer: Tensor, packed: PackedSequence) -> Tensor:
-    """Return [B*S, E] of the row's [T, E]."""
+    """Return the router logits of the batch, [B*S, E], from those of the row, [T, E]."""
     return repad(layer[None], packed).flatten(0, 1)
 
 
 def as_requested(output: Any, call: Call, config: Any) -> Any:
-    """Return a model's output as its caller, or else its configuration, wants it: by name, or as
-    a tuple.
+    """Return a model's output as a `ModelOutput` or as a tuple, by the call's `return_dict`, or
+    else the configuration's.
     """
     by_name = call.get("return_dict")
     return (

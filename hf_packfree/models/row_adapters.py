@@ -1,13 +1,13 @@
-"""What PEFT does to a whole row, and not token by token: three kinds of adapters that packed rows
+"""Three kinds of PEFT's adapters that work on whole rows instead of tokens, which packed rows
 cannot have.
 
 Prompt learning (prompt tuning, P-tuning, prefix tuning and others) puts virtual tokens in front of
-the row and drops its positions, so that what arrives is one document, whatever was packed. An
-activated LoRA (aLoRA) is on after a row's last invocation, which is that of its last document.
-Lily's routers average over all tokens of a batch.
+the row and drops its positions, so that the model sees one document, even if several were packed.
+An activated LoRA (aLoRA) is on after a row's last invocation, which is in its last document. Lily's
+routers average over all tokens of a batch.
 
-They are refused where a model is patched, and, where PEFT came later, by who calls: PEFT leaves no
-mark on the model below.
+They are refused when a model is patched. If PEFT wraps the model later, they are found in the call
+stack of a forward, because PEFT leaves no mark on the model below.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hf_packfree.errors import UnsupportedModel
 
 
 def refuse_adapters_of_rows(model: nn.Module) -> None:
-    """Refuse a model that has such adapters in it or around it.
+    """Refuse a model with adapters that work on whole rows, in any of its modules.
 
     Raises:
-        UnsupportedModel: it has.
+        UnsupportedModel: the model has such adapters.
     """
     for module in model.modules():
         _refuse(module, _learns_prompts)
@@ -34,10 +34,11 @@ def refuse_adapters_of_rows(model: nn.Module) -> None:
 
 
 def refuse_prompts_from_above(inputs_embeds: Tensor | None) -> None:
-    """Refuse a call with embeddings, which is what prompt learning makes of a row, if PEFT calls.
+    """Refuse a call with embeddings if PEFT calls for prompt learning, which turns the ids of a row
+    into embeddings.
 
     Raises:
-        UnsupportedModel: it does.
+        UnsupportedModel: a caller is PEFT's, with prompt learning.
     """
     if inputs_embeds is not None:
         _refuse_callers(_learns_prompts)
@@ -45,10 +46,10 @@ def refuse_prompts_from_above(inputs_embeds: Tensor | None) -> None:
 
 def refuse_readers_of_the_row(module: nn.Module) -> None:
     """Refuse a call that becomes one row if PEFT calls for an activated LoRA or Lily, or has put
-    them into the module that is called.
+    such adapters into the module that is called.
 
     Raises:
-        UnsupportedModel: it does.
+        UnsupportedModel: a caller, or the module, has such adapters.
     """
     _refuse(module, _reads_the_row)
     _refuse_callers(_reads_the_row)

@@ -1,4 +1,4 @@
-"""The options of `apply_patches` by which patched modules run."""
+"""The options of `apply_patches` that patched modules read in every forward."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RunOptions:
     Attributes:
         batch_invariant: whether a document gets the same bits in a row of any length, alone or
             packed.
-        unpacked: "upstream", or "native" when rows of one document run through the patched layers
-            too.
-        padded: "lazy" when padded rows run without their padding, with logits put back into the
-            caller's shape when something reads them; "upstream" when transformers runs them.
-        cuda_graphs: "auto" when training steps of few tokens replay CUDA graphs of the layers where
-            they can; "never".
+        unpacked: "native": rows of one document run through the patched layers too; "upstream":
+            transformers runs them.
+        padded: "lazy": padded rows run without their padding, and logits get the caller's shape
+            when something reads them; "upstream": transformers runs padded rows.
+        cuda_graphs: "auto": training steps of few tokens replay CUDA graphs of the layers, if
+            possible; "never".
         context_parallel: the group whose ranks share each row, or None.
 
     Raises:
@@ -62,7 +62,7 @@ class RunOptions:
             self._refuse_whole_rows()
 
     def _refuse_whole_rows(self) -> None:
-        """Refuse options that need more of a row than a rank has."""
+        """Refuse, under context parallelism, options that need whole rows."""
         found = (
             "batch_invariant=True"
             if self.batch_invariant
@@ -78,12 +78,12 @@ class RunOptions:
 
     @property
     def drops_padding(self) -> bool:
-        """Whether padded rows cannot be left to upstream."""
+        """Whether padded rows always run in the patched layers, without their padding."""
         return self.batch_invariant or self.context_parallel is not None
 
     @property
     def runs_unpacked(self) -> bool:
         """Whether rows of one document run through the patched layers too, unless a call wants
-        what they lack.
+        something that only upstream has.
         """
         return self.unpacked == "native" or self.drops_padding

@@ -1,5 +1,5 @@
-"""What the ranks of a context-parallel group compare of a head and its batch, before any of them
-takes its part.
+"""The comparison of model and batch among the ranks of a context-parallel group, before the row is
+cut into shards.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _TARGETS = ("shift_labels", "labels")
 def refuse_other_ranks(
     head: nn.Module, row: dict[str, Any], packed: PackedSequence, settings: ContextParallel
 ) -> None:
-    """Refuse, on every rank, another batch, package, option or model on one of them.
+    """Raise on every rank if the ranks differ in batch, packages, options or model.
 
     Args:
-        head: patched.
-        row: its arguments for the whole row, [1, T, ...] each.
+        head: the patched head.
+        row: the head's arguments for the whole row, [1, T, ...] each.
         packed: the record of the row.
-        settings: the group.
+        settings: the group, and how its ranks share operations.
 
     Raises:
-        RankLost: in the group's first forward, some ranks do not come.
+        RankLost: some ranks do not take part in the group's first forward.
         PatchConflict, UnsupportedInput: see `refuse_disagreement`.
     """
     rows, width = packed.batch_shape
@@ -69,13 +69,15 @@ def refuse_other_ranks(
 
 
 def _setup_of_all(head: nn.Module, settings: ContextParallel) -> str:
-    """Return this rank's setup, once all ranks have come."""
+    """Return this rank's setup, once all ranks have arrived."""
     refuse_missing_ranks(settings.group)
     return setup_of(head, settings)
 
 
 def setup_of(head: nn.Module, settings: ContextParallel) -> str:
-    """Return lines "name: value" of what has to be the same on all ranks in every forward."""
+    """Return the facts that have to be equal on all ranks in every forward, as lines "name:
+    value".
+    """
     state: Any = replace(state_of(head), context_parallel=None)
     modules = [f"{name} {type(module).__name__}" for name, module in head.named_modules()]
     recomputed = [one for one in head.modules() if getattr(one, "gradient_checkpointing", False)]
@@ -92,7 +94,7 @@ def setup_of(head: nn.Module, settings: ContextParallel) -> str:
         "dtypes": ", ".join(dtypes),
         "gradient checkpointing": bool(recomputed),
     }
-    # no part of what is computed
+    # fields that do not change results
     for name in ("why", "observers", "followers", "graphs"):
         del facts[name]
     return "\n".join(f"{name}: {value}" for name, value in facts.items())
@@ -103,13 +105,15 @@ def _content(value: Any) -> int | Tensor:
 
 
 def _of_all(values: Iterator[Any]) -> int | Tensor:
-    """Return one checksum of all tensors among the values, 0 if there is none."""
+    """Return one checksum of all tensors among the values, 0 if there are no tensors."""
     found = [checksum(value) for value in values if isinstance(value, Tensor)]
     return checksum(torch.stack(found)) if found else 0
 
 
 def _described(argument: tuple[str, Any]) -> str:
-    """Return an argument's name, and shape and dtype of its tensor, or its value if it is plain."""
+    """Return an argument's name with the shape and dtype of a tensor, the value of a number, string
+    or None, or the type of any other object.
+    """
     name, value = argument
     if isinstance(value, Tensor):
         return f"{name} {tuple(value.shape)} {value.dtype}"

@@ -1,8 +1,9 @@
-"""Media of a row that ranks share: each rank runs the towers on the items whose placeholders it
-holds.
+"""Media of a row that ranks share: each rank runs the towers on the items with placeholders in its
+shard.
 
-An item cut by the edge of a shard is computed on every rank that has some of it, and each takes its
-own part of the features: the gradients of all parts add up to the item's.
+An item cut by the edge of a shard is computed on every rank with some of its placeholders, and each
+rank keeps the features of its own placeholders: the gradients of the ranks add up to the item's
+gradient.
 
 Shapes: T tokens of the whole row, M items of one kind, F features of them, one per placeholder.
 """
@@ -27,24 +28,27 @@ _FEATURES = {
     "video": ("pooler_output", "deepstack_features"),
     "audio": ("last_hidden_state", "pooler_output"),
 }
-"""Where the output of a method that makes features has those [F, D] that go to placeholders."""
+"""{kind of media: fields of the output of `get_*_features` that hold the features [F, D] of
+placeholders}.
+"""
 
 
 def held_media(
     row: dict[str, Any], media: RowMedia, kinds: Iterable[Media], input_ids: Tensor, shard: RowShard
 ) -> tuple[dict[str, Any], dict[str, slice]]:
-    """Return the media arguments of the items that a rank computes, None for kinds of which it has
-    none, and which of their features it keeps.
+    """Return the arguments of media for the items that a rank computes, None for kinds without such
+    items, and which features of these items the rank keeps.
 
     Args:
-        row: arguments of a model, for all items.
-        media: the items; kinds: the same as they are counted.
-        input_ids: int64 [1, T] on the host, of the row before it was padded.
-        shard: the rank's.
+        row: a model's arguments, for all items.
+        media: the sizes of all items.
+        kinds: the items by kind, as placeholders are counted.
+        input_ids: int64 [1, T] on the host, the row before padding to a multiple of W.
+        shard: the rank's shard.
 
     Returns:
-        {name: argument}, and {kind: which of the features of these items have their placeholders in
-        the shard}.
+        {name: argument}, and {kind: which features of these items have their placeholders in the
+        shard}.
     """
     arguments: dict[str, Any] = {}
     features: dict[str, slice] = {}
@@ -62,8 +66,8 @@ def held_media(
 
 
 def _held(kind: Media, input_ids: Tensor, shard: RowShard) -> tuple[slice, slice]:
-    """Return which items have placeholders in a shard, and which of these items' features are
-    theirs.
+    """Return which items have placeholders in a shard, and which of these items' features belong to
+    placeholders in the shard.
     """
     places, ends = (input_ids[0] == kind.token).nonzero()[:, 0], kind.sizes.cumsum(0)
     edges = torch.tensor([shard.rank, shard.rank + 1], device="cpu") * shard.tokens
@@ -96,7 +100,7 @@ def _audio(row: dict[str, Any], media: RowMedia, items: slice) -> dict[str, Any]
         for name in ("feature_attention_mask", "audio_feature_lengths")
         if row.get(name) is not None
     }
-    # otherwise [mel bins, frames of all]
+    # without the mask, features are [mel bins, frames of all audios]
     padded = "feature_attention_mask" in given
     audio = row["input_features"]
     own = audio[items] if padded else audio[:, _part(media.audio_lengths, items)]
@@ -104,17 +108,18 @@ def _audio(row: dict[str, Any], media: RowMedia, items: slice) -> dict[str, Any]
 
 
 def _part(lengths: Tensor, items: slice) -> slice:
-    """Return the slice that these items take of a concatenation of items of these lengths."""
+    """Return the slice of `items` in a concatenation of items of these lengths."""
     edges = F.pad(lengths.long().cumsum(0), (1, 0))
     return slice(int(edges[items.start]), int(edges[items.stop]))
 
 
 @contextmanager
 def reaching_media(embeddings: nn.Module, media: Iterable[Any]) -> Iterator[None]:
-    """Add 0 times all media of the row that want gradients to its embeddings.
+    """Within the block, add 0 times all media of the row that require gradients to the output of
+    `embeddings`.
 
-    Where only the towers are trained, a rank without media would otherwise have no gradient to
-    reduce, and the others would wait for it.
+    Otherwise, if only the towers are trained, a rank without media would have no gradients to
+    reduce, and the other ranks would wait for them.
     """
     wanted = [x for x in media if isinstance(x, Tensor) and x.requires_grad]
     if not wanted:
@@ -132,23 +137,25 @@ def reaching_media(embeddings: nn.Module, media: Iterable[Any]) -> Iterator[None
 
 
 def mark_kept(given: Tensor, features: slice) -> Tensor:
-    """Mark, on a view of pixels or audio features, which of their tower's features are kept."""
+    """Return a view of pixels or audio features with a mark: which of the features that the tower
+    returns are kept.
+    """
     return KEPT.on_view(given, features)
 
 
 def take_mark(given: Any) -> slice | None:
-    """Return what `mark_kept` has said, once: upstream's method for videos calls the one for
-    images.
+    """Return the slice of `mark_kept` and remove the mark, because upstream's method for videos
+    calls the method for images with the same pixels.
     """
     return KEPT.take(given) if isinstance(given, Tensor) else None
 
 
 def keep_features(output: Any, kept: slice | None, kind: str) -> Any:
     """Return the output of `get_image_features`, `get_video_features` or `get_audio_features` with
-    some features alone.
+    the kept features only.
 
     Args:
-        output: by name; changed in place.
+        output: a `ModelOutput`, changed in place.
         kept: which features; None for all.
         kind: "image", "video" or "audio".
     """
@@ -158,7 +165,7 @@ def keep_features(output: Any, kept: slice | None, kind: str) -> Any:
         found = output.get(name)
         if found is None:
             continue
-        # of several layers
+        # a list with the features of several layers
         deep = name == "deepstack_features"
         output[name] = (
             [_of_items(layer, kept) for layer in found] if deep else _of_items(found, kept)
@@ -167,5 +174,7 @@ def keep_features(output: Any, kept: slice | None, kind: str) -> Any:
 
 
 def _of_items(features: Any, kept: slice) -> Any:
-    """Return [F, D], or a tuple of that where releases have one of each item."""
+    """Return the kept features [F, D]; in a tuple of one in releases with a tuple of the features
+    of each item.
+    """
     return features[kept] if isinstance(features, Tensor) else (torch.cat(tuple(features))[kept],)

@@ -18,7 +18,7 @@ from hf_packfree.packing import PackedSequence
 
 class PackedShortConv(ConvMixer):
     """Put in front of a family's short convolution: C * conv(B * x), with B, C and x projected from
-    a token, whose window stops at every document's edge.
+    each token. The window of the convolution stops at every document's edge.
     """
 
     endings = ("ShortConv",)
@@ -42,7 +42,7 @@ class PackedShortConv(ConvMixer):
 
     @staticmethod
     def checkpoint_sizes(mixer: Any) -> Sizes:
-        """Return what the packed branch reads, as found and as the module's config says."""
+        """Return the sizes of the parameters, as found and as the module's config says."""
         size, conv = mixer.config.hidden_size, mixer.conv
         return {
             "conv": (type(conv), nn.Conv1d),

@@ -1,4 +1,4 @@
-"""States that live long, for measurements: fast decay hides leaks."""
+"""Parameters for slow decay of recurrent states, for measurements: fast decay hides leaks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 def slow_decays(model: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """Return what to set the parameters of a model's decays to, on the host, so that a state lives
-    for hundreds of tokens.
+    """Return {parameter: value on the host} for the decays of a model's layers, with which a state
+    lasts for hundreds of tokens.
 
-    A decay is -A softplus(x + dt_bias), of A from 0.01 to 0.05; or lower_bound sigmoid(A (x +
-    dt_bias)) where a gate has a bound, which is near half of it for a small A: A is 1 there, and
-    dt_bias from -6 to -4.
+    The log decay is -A softplus(x + dt_bias), and A is set to values from 0.01 to 0.05. In layers
+    with `safe_gate` the log decay is lower_bound sigmoid(A (x + dt_bias)), which a small A would
+    bring near lower_bound / 2: A is set to 1, and dt_bias to values from -6 to -4.
     """
     found: dict[nn.Parameter, Tensor] = {}
     for module in model.modules():
@@ -28,5 +28,7 @@ def slow_decays(model: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 
 def _even(first: float, last: float, like: Tensor) -> Tensor:
-    """Return numbers from the first to the last, in the shape of a parameter."""
+    """Return evenly spaced numbers from `first` to `last` in the shape of the parameter `like`, on
+    the host.
+    """
     return torch.linspace(first, last, like.numel(), device="cpu").view(like.shape)

@@ -1,4 +1,4 @@
-"""What a patched module carries: which implementations run in it, and observers."""
+"""The state that the patched modules of a model share: options, chosen backends and observers."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import refuse_tree
 
 Observer = Callable[[PackedSequence | None, tuple[int, int], Any], None]
-"""Called by the trunk before every training forward: the record (None: upstream's), the caller's
-(B, S), the mask.
+"""Called by the text model before every training forward with the record (None if upstream runs the
+batch), the caller's (B, S) and the mask.
 """
 Follower = Callable[[Call, Tensor], None]
-"""Called by the trunk after every training forward: the call of upstream's forward, and its output:
-both of the row [1, T], with the record of the caller's batch, or of the batch [B, S] without one.
+"""Called by the text model after every training forward with the call and the last hidden states of
+upstream's forward. Both are of the row [1, T], with the record of the caller's batch, or of the
+batch [B, S] without a record.
 """
 
 
 class Kernels(dict[str, str]):
-    """{op: name of the backend that runs}, see `hf_packfree.ops.op.Op.backend`; "torch" where an op
-    was not chosen for.
+    """{operation: name of the backend that runs}, see `hf_packfree.ops.op.Op.backend`; "torch" for
+    operations without an entry.
     """
 
     def __missing__(self, op: str) -> str:
         return "torch"
 
     def compiled(self) -> Kernels:
-        """Return the same under torch.compile."""
+        """Return the backends that run under torch.compile."""
         return Kernels({**self, **_COMPILED})
 
     def bare(self) -> Kernels:
-        """Return the names as `apply_patches(model, backend=...)` takes and reports give them."""
+        """Return the names without the suffix `BATCH_INVARIANT`, as `apply_patches(model,
+        backend=...)` takes them and reports print them.
+        """
         return Kernels({op: name.removesuffix(BATCH_INVARIANT) for op, name in self.items()})
 
 
@@ -50,19 +53,20 @@ _COMPILED = {op.name: op.compiled for op in OPS.values() if op.compiled is not N
 
 @dataclass(frozen=True, kw_only=True)
 class PatchState(RunOptions):
-    """The options of a model and what was chosen by them, once, when it was patched; shared by all
+    """The options of a patched model, and the backends chosen when it was patched; shared by all
     its patched modules.
 
     Attributes:
-        cuda_half, cuda_single: what runs for packed rows on CUDA, in bfloat16 or float16, and in
+        cuda_half, cuda_single: the backends for packed rows on CUDA, in bfloat16 or float16, and in
             float32.
-        elsewhere: what runs on every other device, and in float64.
+        elsewhere: the backends on every other device, and in float64.
         mixers: {kind of decoder layer: the attributes that hold its token mixers}, see `Family`;
-            for the check before packed rows.
-        why: {op, or "op in float32": why a faster backend is not used on CUDA}, in sentences.
-        observers: called before every training forward of the trunk.
-        followers: called after it.
-        graphs: the CUDA graphs of its text models' layers.
+            `check_mixers` reads them before packed rows.
+        why: {operation, or "operation in float32": why a faster backend is not used on CUDA, as a
+            sentence}.
+        observers: called before every training forward of the text model.
+        followers: called after every training forward of the text model.
+        graphs: the CUDA graphs of the layers of the model's text models.
     """
 
     cuda_half: Kernels = field(default_factory=Kernels)
@@ -75,12 +79,12 @@ class PatchState(RunOptions):
     graphs: Graphs = field(default_factory=Graphs, compare=False, repr=False)
 
     def why_of(self, ops: Sequence[str]) -> dict[str, str]:
-        """Return `why` of these operations alone."""
+        """Return the entries of `why` for these operations."""
         return {op: reason for op, reason in self.why.items() if op.partition(" ")[0] in ops}
 
     def kernels_for(self, device: torch.device, dtype: torch.dtype) -> Kernels:
-        """Return what runs on tensors of that device and dtype, wherever the model was when it
-        was patched.
+        """Return the backends for tensors of that device and dtype, which need not be those of the
+        model when it was patched.
         """
         chosen = self.elsewhere
         if device.type == "cuda":
@@ -95,7 +99,9 @@ class PatchState(RunOptions):
 
 
 def find_state(model: nn.Module) -> PatchState | None:
-    """Return the state that the patched modules inside a model share, or None: there are none."""
+    """Return the state that the patched modules inside a model share, or None if no module is
+    patched.
+    """
     states = (vars(module).get("packfree") for module in model.modules())
     return next((state for state in states if isinstance(state, PatchState)), None)
 
@@ -104,8 +110,8 @@ def state_of(module: nn.Module) -> PatchState:
     """Return the state of one patched module.
 
     Raises:
-        PatchConflict: something else than `apply_patches` or `register_patches` gave the module its
-            class.
+        PatchConflict: the module got its class, but no state, from something else than
+            `apply_patches` or `register_patches`.
     """
     state = getattr(module, "packfree", None)
     if not isinstance(state, PatchState):
@@ -117,12 +123,13 @@ def state_of(module: nn.Module) -> PatchState:
 
 
 def receive(layer: nn.Module, kwargs: dict[str, Any]) -> PackedSequence | None:
-    """Take the record out of a layer's keywords; None means that upstream's forward runs.
+    """Remove the record from a layer's keywords and return it; None means that upstream's forward
+    runs.
 
     Raises:
-        PatchConflict: the text model around the layer is not patched, so that no record would ever
-            come: see `state_of`.
-        UnsupportedInput: the record has a tree, which the layer does not follow.
+        PatchConflict: the layer has no state, see `state_of`: its text model is not patched, and
+            never passes a record.
+        UnsupportedInput: the record has a tree, and the layer does not follow trees.
     """
     state_of(layer)
     packed: PackedSequence | None = kwargs.pop("packed_sequence", None)

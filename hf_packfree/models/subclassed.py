@@ -1,4 +1,6 @@
-"""Heads of a class of the user's own: patching makes a subclass of ours and theirs."""
+"""Heads whose class is a subclass of upstream's, written by the user: patching derives a class from
+ours and the user's.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from hf_packfree.models.base_head import Head
 
 @functools.cache
 def in_front_of(ours: Any, theirs: Any) -> type[Head]:
-    """Return the class of a head of the user's: `ours` in front of `theirs`, under the name of
-    `theirs`.
+    """Return the patched class for a head of the user's class: `ours` in front of `theirs`, with
+    the name of `theirs`.
 
     Args:
-        ours: the class that `heads_of` has for a class of upstream's.
-        theirs: a subclass of that class of upstream's, whose forward is upstream's.
+        ours: the class that `heads_of` returns for upstream's head.
+        theirs: the user's subclass of upstream's head, whose forward is upstream's.
     """
     names = {
         "__module__": theirs.__module__,
@@ -33,12 +35,14 @@ def in_front_of(ours: Any, theirs: Any) -> type[Head]:
 
 
 def users_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the user's class of a head if `cls` is what `in_front_of` made for it."""
+    """Return the user's class if `in_front_of` returned `cls` for that class, else None."""
     return vars(cls).get("packfree_users_class")
 
 
 def _reduce_in_front(head: Any, protocol: Any) -> Any:
-    """Pickle and copy by the two classes, since nobody can import the one made of them."""
+    """Pickle and copy by the two base classes, since the class derived from them cannot be
+    imported.
+    """
     cls: Any = type(head)
     get_state = getattr(head, "__getstate__", lambda: head.__dict__)
     return (

@@ -1,6 +1,6 @@
-"""Sizes that the tiny configurations of families share, without any family's own modeling file.
+"""Sizes that the tiny configurations of families share; imports no modeling file.
 
-Each call returns new dicts, because configurations complete those that they are given.
+Each function returns new dicts, because configurations add keys to the dicts that they get.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PLACEHOLDERS: dict[str, Any] = {
     "vision_start_token_id": 126,
     "vision_end_token_id": 127,
 }
-"""Ids above those of text."""
+"""Placeholder ids, above the ids of text."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -40,12 +40,14 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""Of what a configuration says, by transformers' names."""
+"""{transformers' name of a field: value}; each family's configuration takes the fields that it
+knows.
+"""
 
 
 def text_sizes(**own: Any) -> dict[str, Any]:
-    """Return keywords of a text configuration: 3 layers of 4 heads, angles for time, height and
-    width; plus a family's own.
+    """Return keywords of a text configuration with 3 layers of 4 heads and mRoPE, and the family's
+    `own` keywords.
     """
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
     return {
@@ -61,8 +63,8 @@ def text_sizes(**own: Any) -> dict[str, Any]:
 
 
 def qwen3_text_sizes(**own: Any) -> dict[str, Any]:
-    """Return the same for Qwen3's text models: heads of 16 channels, whose angles are
-    interleaved.
+    """Return keywords of a text configuration of Qwen3-VL or Qwen3-Omni: those of `text_sizes`,
+    with heads of 16 channels and interleaved mRoPE.
     """
     sizes = text_sizes(head_dim=16, **own)
     sizes["rope_parameters"]["mrope_interleaved"] = True
@@ -70,8 +72,8 @@ def qwen3_text_sizes(**own: Any) -> dict[str, Any]:
 
 
 def delta_net_sizes(**own: Any) -> dict[str, Any]:
-    """Return keywords of a text configuration of Gated DeltaNet: 3 linear layers to 1 full, grouped
-    heads of 16 channels; plus a family's own.
+    """Return keywords of a text configuration with Gated DeltaNet: three linear-attention layers to
+    one of full attention, grouped heads of 16 channels; and the family's `own` keywords.
     """
     return {
         "vocab_size": 128,
@@ -90,7 +92,7 @@ def delta_net_sizes(**own: Any) -> dict[str, Any]:
 
 
 def expert_sizes(**own: Any) -> dict[str, Any]:
-    """Return the same with 4 experts, 2 of which each token goes to."""
+    """Return the keywords of `delta_net_sizes` with 4 experts, of which each token uses 2."""
     return delta_net_sizes(
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
@@ -101,8 +103,8 @@ def expert_sizes(**own: Any) -> dict[str, Any]:
 
 
 def vision_sizes(**own: Any) -> dict[str, Any]:
-    """Return keywords of a vision configuration: patches of 4 x 4 pixels, 2 heads; plus a
-    family's own.
+    """Return keywords of a vision configuration with patches of 4 x 4 pixels and 2 heads, and the
+    family's `own` keywords.
     """
     return {
         "hidden_size": 32,
@@ -115,7 +117,7 @@ def vision_sizes(**own: Any) -> dict[str, Any]:
 
 
 def qwen3_vision_sizes() -> dict[str, Any]:
-    """Return the same for Qwen3's towers: 3 blocks, two of which hand features to layers of the
-    text model.
+    """Return keywords of a vision configuration of Qwen3-VL or Qwen3-Omni: 3 blocks, of which two
+    pass features to layers of the text model.
     """
     return vision_sizes(depth=3, num_position_embeddings=64, deepstack_visual_indexes=[0, 1])

@@ -1,4 +1,4 @@
-"""Refuse what trees of shared prefixes do not work with, before anything runs."""
+"""Checks of a row that is a tree of shared prefixes, before anything runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_packfree.packing.tree import refuse_tree
 
 
 def check_tree_call(call: Call, packed: PackedSequence) -> None:
-    """Refuse a tree together with media, or with an option that trees do not work with.
+    """Refuse a tree with media, or with an option that does not support trees.
 
     Args:
-        call: of a head or text model.
+        call: the call of a head or text model.
         packed: the record.
 
     Raises:
-        UnsupportedInput: names the media or the option.
+        UnsupportedInput: there are media or such an option; the message names them.
     """
     state = state_of(call.module)
     refusals = {
@@ -37,7 +37,7 @@ def check_tree_call(call: Call, packed: PackedSequence) -> None:
 
 
 def check_tree_layers(trunk: Any, packed: PackedSequence) -> None:
-    """Refuse a tree where a layer would read its segments as documents.
+    """Refuse a tree if a layer would read its segments as documents.
 
     Raises:
         UnsupportedInput: there is such a layer.

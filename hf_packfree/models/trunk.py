@@ -1,4 +1,4 @@
-"""The text trunk: one record per forward, handed down to every layer."""
+"""Patched text models: one record per forward, passed to every layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_packfree.parallel.collectives import gather_row
 
 
 class PackedTrunk(Replacement):
-    """Put in front of a family's text model: reads boundaries, runs packed rows as one row, puts
-    the shape back.
+    """Put in front of a family's text model: reads boundaries, runs a packed batch as one row, and
+    returns outputs in the caller's shape.
 
-    Rows of one document without padding go to upstream with the same arguments; padded ones become
-    one row, unless something is wanted that only upstream gives, see `enter`. For packed
-    rows the record travels as the keyword `packed_sequence`: keywords survive the recomputation of
-    gradient checkpointing.
+    Upstream's forward gets rows of one document without padding as they came. Padded rows become
+    one row, unless the call needs something that only upstream has, see `enter`. Layers get the
+    record as the keyword `packed_sequence`, because gradient checkpointing passes keywords again
+    when it recomputes a layer.
     """
 
     endings = "TextModel", "Model"
@@ -34,7 +34,7 @@ class PackedTrunk(Replacement):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run upstream's forward; every argument and output keeps upstream's meaning and shape.
 
-        A packed row builds no cache: the one of the output is None whatever `use_cache` says.
+        A packed row builds no cache: the output's cache is None even with `use_cache=True`.
 
         Raises:
             BoundaryError, BoundaryConflict, CacheConflict, UnsupportedInput: before anything runs.
@@ -45,7 +45,8 @@ class PackedTrunk(Replacement):
         call = Call(self, arguments)
         if not call.has_batch or _is_paged(call.cache):
             return super().forward(*args, **kwargs)
-        # Whoever computes the routers' loss knows of padding by the record, or by a mask.
+        # a caller that computes the routers' loss knows which tokens are padding from a record or a
+        # mask
         masked = (
             isinstance(call.get("packed_sequence"), PackedSequence)
             or call.get("attention_mask") is not None
@@ -76,8 +77,8 @@ class PackedTrunk(Replacement):
 
     def _forward_packed(self, call: Call, of_batch: PackedSequence, *, count_all: bool) -> Any:
         packed = of_batch.for_shape(call.batch.shape)
-        # The caller's `cache_position` (5.2 and 5.3 read it) counts tokens of the batch, not of the
-        # row.
+        # the caller's `cache_position`, which transformers 5.2 and 5.3 read, counts tokens of the
+        # batch, not of the row
         row = {name: value for name, value in call.arguments.items() if name != "cache_position"}
         row |= {
             name: unpad(row[name], packed)
@@ -106,7 +107,7 @@ class PackedTrunk(Replacement):
 
 def _is_paged(cache: Any) -> bool:
     """Whether a cache is that of `generate_batch`, which holds many requests and keeps them apart
-    itself: a row of it is upstream's, boundaries included.
+    itself: upstream runs its rows, boundaries included.
     """
     return cache is not None and not hasattr(cache, "get_seq_length")
 
@@ -137,7 +138,7 @@ def _check_packed_call(call: Call, packed: PackedSequence) -> None:
 
 
 def check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
-    """Under context parallelism, refuse a call that no head has cut into shards.
+    """Under context parallelism, refuse a call of the text model whose record is not a shard's.
 
     Raises:
         UnsupportedInput: the text model was called without its head, or with a cache.
@@ -157,13 +158,14 @@ def check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
 
 
 def check_mixers(trunk: Any) -> None:
-    """Refuse a trunk with a mixer that is no longer ours, or that a forward on the instance
-    bypasses.
+    """Refuse a text model with a token mixer whose class is no longer ours, or with a forward on
+    the instance, which bypasses the class.
 
-    Wrappers that hold ours, and accelerate's hooks, which call it, are fine.
+    Wrappers that hold a patched mixer, and accelerate's hooks, which call the class's forward, are
+    allowed.
 
     Raises:
-        PatchConflict: such a layer was found.
+        PatchConflict: there is such a token mixer.
     """
     mixers = state_of(trunk).mixers
     kinds = kinds_of_layers(trunk.config)
@@ -181,11 +183,11 @@ def check_mixers(trunk: Any) -> None:
 
 
 def check_model_of(head: Any) -> None:
-    """Refuse a head whose model is no longer ours: it would take the record and read from one
-    document into the next.
+    """Refuse a head whose text model is no longer patched: that model would ignore the record and
+    read from one document into the next.
 
     Raises:
-        PatchConflict: the model was replaced; one that wraps ours is fine.
+        PatchConflict: the model was replaced; a module that wraps the patched model is allowed.
     """
     model = head.base_model
     if not (isinstance(model, Replacement) or _holds_ours(model)):

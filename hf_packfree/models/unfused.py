@@ -1,4 +1,4 @@
-"""What keeps a linear layer from being fused, by name, for the report."""
+"""Why a linear layer is not fused, in words, for the report."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from hf_packfree.models.linear_weights import (
 from hf_packfree.models.peft_lora import is_lora, read_lora, unfit_dtype
 
 SHARDED = "sharded weights"
-"""What names of projections that hold `DTensor`s end with; FSDP2 gathers them in forward passes."""
+"""The ending of a reason for projections that hold `DTensor`s, which FSDP2 gathers in forward
+passes.
+"""
 
 
 def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
-    """Name what keeps a linear layer that reads x from being fused; None: nothing does.
+    """Return why a linear layer that reads x is not fused, in words, or None if it is fused.
 
     Args:
         adapters: whether LoRA is fused at all, see `hf_packfree.models.plain_layers.plain_layers`.
@@ -36,18 +38,22 @@ def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None
 
 
 def is_projection(layer: Any) -> bool:
-    """Whether a module is a linear layer, or holds one for a method of PEFT."""
+    """Whether a module is a linear layer, or PEFT's layer around one."""
     return isinstance(layer, nn.Linear) or _peft_method(layer) is not None
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether torch.compile was called on a module itself, or made it around one."""
+    """Whether a module was compiled, by `module.compile()`, or is the wrapper that
+    `torch.compile(module)` returns.
+    """
     made = qualified_name(module) == ("torch._dynamo.eval_frame", "OptimizedModule")
     return made or module._compiled_call_impl is not None
 
 
 def _peft_method(layer: Any) -> str | None:
-    """The name of the PEFT method whose layer a module is; None: it is not PEFT's."""
+    """Return the name of the PEFT method whose layer a module is, or None if the class is not
+    PEFT's.
+    """
     for kind in type(layer).__mro__:
         package, _, rest = kind.__module__.partition(".")
         if package == "peft":
@@ -64,7 +70,7 @@ def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
 
 
 def _of_lora(layer: Any, x: Tensor) -> str:
-    """Name what a LoRA layer has that is not fused."""
+    """Return why a LoRA layer is not fused, in words."""
     if not runs_class_forward(vars(layer)):
         return "LoRA with hooks or a forward of its own"
     if getattr(layer, "lora_magnitude_vector", None):
@@ -88,8 +94,8 @@ def _of_lora(layer: Any, x: Tensor) -> str:
 
 
 def _quantisation(layer: Any, x: Tensor) -> str | None:
-    """Name the class of a layer that is not torch's own, or of its weight where torchao has put
-    one, or that it is sharded; None: nothing of these.
+    """Return the name of a quantised layer's class or of its weight's class from torchao, or
+    `SHARDED`; None for torch's own layer with a plain weight.
     """
     kind: type = type(layer)
     if kind is not nn.Linear:
@@ -101,7 +107,9 @@ def _quantisation(layer: Any, x: Tensor) -> str | None:
 
 
 def _other_dtype(layer: Any, x: Tensor) -> str:
-    """Say which dtype a layer in 4 bits computes in, if its product with x has another."""
+    """Return the compute dtype of a layer in 4 bits, in words, if it differs from the dtype of the
+    product with x; else "".
+    """
     found, wanted = layer.compute_dtype, compute_dtype(x)
     if found in (None, wanted):
         return ""

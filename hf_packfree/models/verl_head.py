@@ -1,10 +1,10 @@
-"""verl's fused kernels on a patched model: log-probabilities and entropy of the next tokens come
-from our operation.
+"""verl's fused kernels on a patched model: our operation computes the log-probabilities and entropy
+of the next tokens.
 
-With `use_fused_kernels=True` verl assigns a forward to the class of a model, of all models of that
-class, which returns both in the place of logits. Assigned to upstream's class, it is what our head
-finds as upstream's forward; assigned to ours, `HeadType` keeps it aside. Calls that our operation
-cannot answer run it.
+With `use_fused_kernels=True` verl assigns a forward to a model's class, and so to all models of
+that class, which returns log-probabilities and entropy in place of logits. If verl assigns the
+forward to upstream's class, our head finds it as upstream's forward; if verl assigns it to our
+class, `HeadType` stores it. Calls that our operation cannot answer run verl's forward.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from hf_packfree.packing.marks import VERL_EXPECTED
 _HOME = "verl.models.transformers."
 _NAMES = {"forward_with_torch_backend", "forward_with_triton_backend"}
 _OF_HEAD = {"labels", "shift_labels", "temperature", "logits_to_keep"}
-"""What the head's forward takes and the model's below does not."""
+"""Arguments of the head's forward that the forward of the model below does not take."""
 
 
 @dataclass
 class LogProbsOutput(CausalLMOutputWithPast):
-    """What verl's fused forward returns.
+    """The output of verl's fused forward.
 
     Attributes:
-        log_probs: fp32 [B, S], of what each token predicts; 0 in padding.
-        entropy: the same of the whole distribution, in nats.
+        log_probs: fp32 [B, S], the log-probability of each token's target; 0 in padding.
+        entropy: fp32 [B, S], of each token's distribution, in nats; 0 in padding.
     """
 
     log_probs: Tensor | None = None
@@ -52,14 +52,14 @@ class LogProbsOutput(CausalLMOutputWithPast):
 
 
 class HeadType(type):
-    """The type of patched heads' classes: a fused forward of verl's that is assigned to one does
-    not replace ours.
+    """The metaclass of patched heads: verl's fused forward, assigned to a patched class, is stored
+    as `fused_forward` and does not replace our forward.
     """
 
     fused_forward: Any = None
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        """Set an attribute of the class."""
+        """Set an attribute of the class; store verl's fused forward."""
         if name == "forward":
             fused = is_verls_forward(value)
             super().__setattr__("fused_forward", value if fused else None)
@@ -69,7 +69,7 @@ class HeadType(type):
 
 
 def is_verls_forward(forward: Any) -> bool:
-    """Whether a function is verl's forward with fused kernels, of any family."""
+    """Whether a function is verl's forward with fused kernels, for any family."""
     return (
         isinstance(forward, FunctionType)
         and forward.__module__.startswith(_HOME)
@@ -78,21 +78,21 @@ def is_verls_forward(forward: Any) -> bool:
 
 
 def verls_forward_of(head: Any, upstream: Any) -> Any:
-    """Return the fused forward that verl has put on the class of a patched head or below it, or
-    None.
+    """Return the fused forward that verl has assigned to a patched head's class or to upstream's,
+    or None.
     """
     return type(head).fused_forward or (upstream if is_verls_forward(upstream) else None)
 
 
 def run_verls_head(call: Call, fused: Any, run: Run) -> Any:
-    """Return what verl's fused forward does in a call.
+    """Return the output of verl's fused forward for a call.
 
     Args:
-        call: of a patched head.
-        fused: verl's.
+        call: the call of a patched head.
+        fused: verl's fused forward.
 
     Raises:
-        UnsupportedInput: ranks of a group share each row.
+        UnsupportedInput: the model runs under context parallelism.
     """
     if not _is_ours(call):
         return run(fused, call)
@@ -126,14 +126,14 @@ def _next_tokens(call: Call) -> Tensor:
 
 
 class _Forward:
-    """Stands for upstream's forward in one call of a head."""
+    """Called in place of upstream's forward in one call of a head."""
 
     def __init__(self, head: Any, fused: Any) -> None:
         self.head, self.fused = head, fused
 
     def __call__(self, head: Any, **row: Any) -> Any:
-        """Run the model and our operation on a row [1, T]; verl's forward on a batch that stays
-        upstream's.
+        """Run the model and our operation on a row [1, T]; run verl's forward on a batch that
+        upstream runs as it came.
         """
         if type(head) is not HeadOfCall:
             return self.fused(head, **row)

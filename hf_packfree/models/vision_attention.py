@@ -1,9 +1,9 @@
-"""Vision towers: one attention call per layer for all images of a packed row, whose lengths are
-read on the host once.
+"""Vision towers: one attention call per layer for all images of a packed row; the lengths of images
+are read on the host once per forward.
 
 Upstream's own attention is exact too, but calls image by image and synchronises with the device in
-every block. Batches that upstream runs keep it, so that unpacked rows with images stay upstream's
-bit for bit.
+every block. Batches that upstream runs keep upstream's attention, so that unpacked rows with images
+stay equal to upstream's bit for bit.
 
 Shapes: P patches of all images and frames, H heads, D head size.
 """
@@ -28,20 +28,20 @@ from hf_packfree.packing.marks import ON_HOST, PACKED, SEGMENTS
 
 
 def mark_packed(x: Tensor) -> Tensor:
-    """Return a view of grids [images, 3], or of patches, that tells the vision tower, or its patch
-    embedding, to run the patched layers, because the batch is packed.
+    """Return a view with a mark that the batch is packed, by which the vision tower, for grids
+    [images, 3], or its patch embedding, for patches, runs the patched layers.
     """
     return PACKED.on_view(x, True)
 
 
 @uncompiled
 def segments_of(cu_seqlens: Tensor) -> PackedSequence:
-    """Return the record of what a tower attends within, read on the host once for each tensor of
-    offsets.
+    """Return the record of the segments within which a tower attends, built once for each tensor of
+    offsets, which is read on the host.
 
     Args:
-        cu_seqlens: integers [N+1], 0 first; one tensor serves all blocks, those that are recomputed
-            too.
+        cu_seqlens: integers [N+1], 0 first; all blocks get the same tensor, also when they are
+            recomputed.
     """
     found = SEGMENTS.of(cu_seqlens)
     if found is None:
@@ -54,17 +54,17 @@ def segments_of(cu_seqlens: Tensor) -> PackedSequence:
 
 @uncompiled
 def _made_on_host(grid: Tensor, merge: int, device: torch.device) -> dict[str, Tensor]:
-    """Return keywords of upstream's tower that it would otherwise compute image by image on the
-    device, with a synchronisation each.
+    """Return keywords of upstream's tower, which would otherwise compute their values image by
+    image on the device, with a synchronisation each.
 
     Args:
         grid: see `PackedVisionTower.forward`.
-        merge: patches along each side of what becomes one token.
-        device: the tower's.
+        merge: how many patches along each side become one token.
+        device: the tower's device.
 
     Returns:
-        position_ids: int64 [P, 2], row and column of each patch, made once for all images of one
-            size.
+        position_ids: int64 [P, 2], row and column of each patch, computed once for all images of
+            one size.
         cu_seqlens: int32 [N+1], the offsets of images and frames, which `segments_of` reads on the
             host.
     """
@@ -95,8 +95,9 @@ class PackedVisionTower(Replacement):
 
         Args:
             hidden_states: patches [P, channels].
-            grid_thw: integers [images, 3]: frames, and patches down and across, of each image or
-                video; of a packed batch best on the host, where they are read.
+            grid_thw: integers [images, 3], the number of frames, rows of patches and columns of
+                patches of each image or video. They are read on the host; for a packed batch, pass
+                them there.
         """
         packed = kwargs["packed_sequence"] = (
             PACKED.of(grid_thw) is True or state_of(self).runs_unpacked
@@ -108,14 +109,14 @@ class PackedVisionTower(Replacement):
 
 
 class PackedPatchEmbedding(Replacement):
-    """Put in front of a vision tower's patch embedding: a convolution of windows side by side is
-    one matrix product.
+    """Put in front of a vision tower's patch embedding: a convolution whose windows do not overlap
+    is one matrix product.
     """
 
     endings = ("VisionPatchEmbed",)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Embed patches [P, channels of all their pixels] to [P, D]."""
+        """Return embeddings [P, D] of patches [P, channels of all their pixels]."""
         parts = patch_weights(self.proj, hidden_states) if PACKED.of(hidden_states) else None
         if parts is None:
             return super().forward(hidden_states)
@@ -127,13 +128,16 @@ class PackedVisionBlock(Replacement):
     """Put in front of a vision tower's block (norm, attention, norm, MLP, with a residual around
     each pair).
 
-    For families whose norms are layer norms: each, and the residual sum before it, is one kernel.
+    For families whose norms are layer norms: each norm and the residual sum before it are one
+    kernel.
     """
 
     endings = ("VisionBlock",)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run upstream's forward, or for packed batches the same with norms fused [P, D]."""
+        """Return the block's output [P, D] for hidden states [P, D]: by upstream's forward, or with
+        fused norms for packed batches.
+        """
         x = hidden_states
         backend = (
             state_of(self).kernels_for(x.device, x.dtype)["fused"]
@@ -155,16 +159,17 @@ class PackedVisionBlock(Replacement):
 
 
 class PackedVisionAttention(Replacement):
-    """Put in front of a vision tower's attention: our op for packed batches where the model runs
-    sdpa, otherwise upstream's.
+    """Put in front of a vision tower's attention: our operation for packed batches if the model
+    runs sdpa, otherwise upstream's forward.
 
-    The projections are called, so that adapters on them count.
+    The projection modules are called, so that their adapters run.
     """
 
     endings = ("VisionAttention",)
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Attend within images [P, H * D].
+        """Return the attention's output [P, H * D] for patches [P, H * D], each attending within
+        its segment.
 
         Args:
             cu_seqlens: int32 [N+1], the offsets of images, frames or windows.
@@ -198,7 +203,7 @@ class PackedVisionAttention(Replacement):
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:
-        """Return the heads' size."""
+        """Return the size of a head."""
         return {"tower_head_size": layer.qkv.in_features // layer.num_heads}
 
 

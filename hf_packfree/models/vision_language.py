@@ -1,5 +1,5 @@
-"""The vision-language model around a text trunk: boundaries are read before features, positions
-are made per document.
+"""Patched vision-language models: boundaries are read before the towers run, and positions are
+computed for each document.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from hf_packfree.packing.mrope_rows import is_text
 from hf_packfree.packing.opaque import replaced
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
-"""The keyword of each kind of media."""
+"""{kind of media: keyword of its values}."""
 SIZES = {"image": "image_grid_thw", "video": "video_grid_thw", "audio": "feature_attention_mask"}
-"""The keyword that says how large the items of each kind are."""
+"""{kind of media: keyword of the sizes of its items}."""
 GRIDS = (SIZES["image"], SIZES["video"])
 
 
@@ -53,15 +53,14 @@ class PackedVisionLanguage(Replacement):
             keep_record_from_towers(cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run upstream's forward; on the row [1, T] where the batch is packed, with the record
-        handed down.
+        """Run upstream's forward; if the batch is packed, on the row [1, T] and with the record.
 
-        `rope_deltas`, which generation reads, stay as they are.
+        `rope_deltas`, which generation reads, are not changed.
 
         Raises:
             BoundaryError: media and the placeholders of the documents do not agree.
-            UnsupportedInput: positions, or what they are made from, cannot be those of documents
-                with media.
+            UnsupportedInput: positions of media are missing and cannot be computed, or
+                `position_ids` count placeholders like text.
         """
         arguments = self.by_name(args, kwargs)
         if (
@@ -69,13 +68,13 @@ class PackedVisionLanguage(Replacement):
             or arguments.get("input_ids") is None
             and arguments.get("inputs_embeds") is None
         ):
-            # which raises upstream's own error
+            # upstream raises its own error
             return super().forward(*args, **kwargs)
         call = enter(Call(self.language_model, arguments))
         if call.packed is None:
             return run_with_absent_media(self, super().forward, call.arguments)
         packed = call.packed.for_shape(call.batch.shape)
-        # the text model hands the batch's to those who know the caller's labels
+        # the text model passes the batch's record to followers, which read the caller's labels
         row = packed_arguments(self, packed, call.arguments) | {"packed_sequence": call.packed}
         output = run_with_absent_media(self, super().forward, row)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
@@ -85,8 +84,8 @@ class PackedVisionLanguage(Replacement):
     def get_placeholder_mask(
         self, input_ids: Any, inputs_embeds: Any, *args: Any, **features: Any
     ) -> Any:
-        """Return upstream's masks. It counts the placeholders on the device, for which the host
-        waits; where they were counted before, it does not.
+        """Return upstream's masks of placeholders. Upstream counts the placeholders on the device,
+        and the host waits; if they were counted on the host before, the count is skipped.
         """
         upstream: Any = super()
         counted, width = COUNTED.of(input_ids), inputs_embeds.shape[-1]
@@ -102,8 +101,8 @@ class PackedVisionLanguage(Replacement):
         return tuple(mask.as_subclass(PlaceholderMask) for mask in masks)
 
     def compute_3d_position_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return upstream's positions, or those of a packed row, made while the device is busy
-        with the towers.
+        """Return upstream's positions, or those of a packed row, which the host computes while the
+        device runs the towers.
         """
         upstream: Any = super()
         counted = COUNTED.of(input_ids)
@@ -115,17 +114,19 @@ class PackedVisionLanguage(Replacement):
 
 
 def keep_record_from_towers(cls: Any) -> None:
-    """Wrap a class's `get_*_features`, so that towers do not get the record of the text."""
+    """Wrap the methods `get_*_features` of a class, so that towers do not get the record of the
+    text.
+    """
     for kind in FEATURES:
         if hasattr(cls, name := f"get_{kind}_features"):
             setattr(cls, name, _without_the_record(cls, name, kind))
 
 
 def _without_the_record(cls: Any, name: str, kind: str) -> Any:
-    """Return upstream's method without the keyword `packed_sequence`; its signature stays, since
-    generation reads it.
+    """Return upstream's method `name`, which drops the keyword `packed_sequence`; its signature is
+    upstream's, since generation reads the signature.
 
-    Of a shard's media, only features whose placeholders are in the shard are returned.
+    For a shard, the method returns only the features whose placeholders are in the shard.
     """
 
     @functools.wraps(getattr(cls, name))
@@ -138,15 +139,18 @@ def _without_the_record(cls: Any, name: str, kind: str) -> Any:
 
 
 def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any]) -> dict[str, Any]:
-    """Return upstream's arguments for the row [1, T]; media stay as they are, in the order of their
+    """Return upstream's arguments for the row [1, T]; media are unchanged, in the order of their
     placeholders.
 
     Args:
         source: the module that has `get_rope_index`.
         packed: the record, for the shape of `given`.
         given: the arguments [B, S, ...] of the forward, by name.
+
+    Raises:
+        BoundaryError, UnsupportedInput: see `PackedVisionLanguage.forward`.
     """
-    # a shard's were checked before the row was cut
+    # the media of a shard were checked before the row was cut
     if not packed.is_shard:
         check_media_tensors(given, packed.batch_shape)
     given = given | _without_items(given)
@@ -158,14 +162,14 @@ def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any])
         "return_dict": True,
         **_numbered(source, packed, given.get("position_ids"), row),
     }
-    # it counts tokens of the batch, not of the row
+    # `cache_position` counts tokens of the batch, not of the row
     row.pop("cache_position", None)
     return row
 
 
 def _without_items(given: dict[str, Any]) -> dict[str, None]:
-    """Return {keyword: None} for media of no item, of which a collator made empty tensors: towers
-    fail on these.
+    """Return {keyword: None} for kinds of media with empty tensors, as collators make for batches
+    without such items: towers fail on empty tensors.
     """
     empty = [
         kind
@@ -179,10 +183,10 @@ def _without_items(given: dict[str, Any]) -> dict[str, None]:
 def _numbered(
     source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the row's positions, [1, T] where every token counts one, else [3 or 4, 1, T], with
-    ids and grids.
+    """Return the row's `position_ids`, [1, T], or [3 or 4, 1, T] with mRoPE, and its marked ids and
+    grids.
 
-    Media are counted; where `compute_3d_position_ids` makes the positions they are None.
+    `position_ids` are None if `compute_3d_position_ids` computes the positions during the forward.
     """
     if packed.is_shard:
         return _of_shard(source, packed, given, row)
@@ -200,7 +204,9 @@ def _numbered(
 def _of_shard(
     source: Any, packed: PackedSequence, given: Tensor | None, row: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the same for a shard; media were read and positions made before the row was cut."""
+    """Return the arguments that `_numbered` returns, for a shard: `share_media` has read the media
+    and computed the positions before the row was cut.
+    """
     held = shard_of(packed).features
     found: dict[str, Any] = _marked_grids(source, RowMedia.from_arguments(row), row)
     found |= {FEATURES[kind]: mark_kept(row[FEATURES[kind]], kept) for kind, kept in held.items()}
@@ -220,8 +226,8 @@ def _of_shard(
 def share_media(
     source: Any, row: dict[str, Any], local: PackedSequence
 ) -> tuple[dict[str, Any], PackedSequence]:
-    """Return the arguments of a row with positions and with the media of one shard alone, and its
-    record, which knows of them.
+    """Return the arguments of a row, with positions and with the media of one shard only, and the
+    shard's record, with the `features` of these media.
 
     Args:
         source: the module that has `get_rope_index`.
@@ -229,7 +235,8 @@ def share_media(
         local: the record of the shard.
 
     Raises:
-        BoundaryError, UnsupportedInput: see `PackedVisionLanguage.forward`; the same on all ranks.
+        BoundaryError, UnsupportedInput: see `PackedVisionLanguage.forward`; raised on all ranks
+            alike.
     """
     batch, shard = local.whole_batch, shard_of(local)
     check_media_tensors(row, (1, batch.num_tokens))
@@ -254,12 +261,16 @@ def read_media(
     Args:
         source: the module that has `get_rope_index`.
         packed: the record, for the shape of `given`.
-        given: positions, or None.
+        given: the caller's positions, or None.
         row: the arguments of the row [1, T, ...].
 
     Returns:
-        The media; where there are some, the ids [1, T] on the host, if they came; what makes the
-        positions [1, T], or [3 or 4, 1, T] on the device.
+        The media; the ids [1, T] on the host, None without media or ids; a function that returns
+        the positions, [1, T] or [3 or 4, 1, T], on the device.
+
+    Raises:
+        BoundaryError: media, their sizes, features and placeholders do not agree.
+        UnsupportedInput: see `PackedVisionLanguage.forward`.
     """
     media, features = RowMedia.from_arguments(row), _features_given(row)
     some = bool(features) or not media.is_empty
@@ -283,21 +294,23 @@ def read_media(
 
 @uncompiled
 def _positions(source: Any, packed: PackedSequence, ids: Tensor, media: RowMedia) -> Tensor:
-    """Return [4, 1, T] on the device."""
+    """Return the positions of a row, [4, 1, T] on the device, see `packed_positions`."""
     return to_device(
         packed_positions(source, ids, packed.cu_seqlens_cpu, media), packed.seq_idx.device
     )
 
 
 def _counted(ids: Tensor, features: dict[str, int], positions: Callable[[], Tensor]) -> Tensor:
-    """Return ids that tell `PackedVisionLanguage` what was counted; no copy is made."""
+    """Return a view of the ids with the mark `COUNTED`: the number of features of each kind, and
+    the function that returns the positions.
+    """
     by_argument = {f"{kind}_features": count for kind, count in features.items()}
     return COUNTED.on_view(ids, CountedMedia(by_argument, positions))
 
 
 def _marked_grids(source: Any, media: RowMedia, row: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the grids for the tower; on the host, where upstream reads them too, if ours runs
-    with nothing around it.
+    """Return the grids with the mark `PACKED`; on the host, where they are read, if the tower is
+    patched and nothing wraps it.
     """
     ours = isinstance(source.visual, PackedVisionTower) and "forward" not in vars(source.visual)
     return {
@@ -310,7 +323,7 @@ def _marked_grids(source: Any, media: RowMedia, row: dict[str, Any]) -> dict[str
 def _check_positions(
     source: Any, packed: PackedSequence, given: Tensor | None, media: RowMedia, what: str
 ) -> None:
-    """Refuse media without positions or ids to make them from, and positions that count
+    """Refuse media without positions and without ids to compute them from, and positions that count
     placeholders like text.
     """
     if given is None:
@@ -342,10 +355,11 @@ def _features_given(row: dict[str, Any]) -> list[str]:
 
 
 def _check_features(config: Any, media: RowMedia, features: list[str], ids: Tensor | None) -> None:
-    """Refuse features without the sizes of their items, and placeholders among `ids` whose features
-    did not come.
+    """Refuse features without the sizes of their items, and placeholders among `ids` without
+    features.
 
-    Nothing else says whose features are, and upstream would run on the placeholders themselves.
+    Only the sizes show which document a feature belongs to; without features, upstream would run on
+    the embeddings of the placeholders.
     """
     sizes = {
         "image": media.image_grid_thw,
