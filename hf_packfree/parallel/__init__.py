@@ -1,8 +1,8 @@
 """Context parallelism: the ranks of a group share a packed row, each a span of its tokens, through
 the whole model.
 
-What mixes tokens exchanges what crosses the edges of their spans, as its `Op` in `hf_packfree.ops`
-says (`across_ranks`); the rest sees one rank's tokens alone.
+Operations that mix tokens exchange states, heads or keys across the edges of the spans, in the ways
+of their `Op.across_ranks` in `hf_packfree.ops`. All other modules run on one rank's tokens.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ Attention = Literal["auto", "heads", "gather"]
 class ContextParallel:
     """The group whose ranks share each row, and how their layers exchange.
 
-    Every rank of the group has to be given the same batches: the model takes its part inside
+    Every rank of the group has to get the same batches: the model cuts out the rank's tokens inside
     forward.
 
     Args:
         group: torch.distributed's process group, or a mesh of one dimension.
-        gdn: of Gated DeltaNet: "heads", each rank has a share of the heads over all tokens;
-            "state", each has its tokens, and the states at their edges are exchanged; "auto": what
-            takes less time of what the ranks and the backend can do.
-        attention: of full attention: "heads"; "gather", each rank gathers the keys and values
-            before its own, of which the last one has most to read; "auto": in each row what takes
-            less time, where the ranks divide the heads.
-        why: of a patched model's: what its operations exchange, and why.
-        ways: of a patched model's: {operation: the way in which the ranks share it}.
+        gdn: for Gated DeltaNet: "heads": each rank runs a share of the heads over all tokens;
+            "state": each rank runs its own tokens, and ranks exchange the states at the edges;
+            "auto": the faster of the two, if the number of ranks and the backend allow both.
+        attention: for full attention: "heads": each rank runs a share of the heads over all tokens;
+            "gather": each rank gathers the keys and values of earlier tokens of its documents, so
+            that later ranks have more to compute; "auto": the faster of the two in each row, if the
+            number of ranks divides the heads.
+        why: set for a patched model: what its operations exchange, and why, in words.
+        ways: set for a patched model: {operation: the name of the way in which the ranks share the
+            operation}.
 
     Raises:
         ValueError: an option has an unknown value, or the mesh has several dimensions.
@@ -48,7 +50,7 @@ class ContextParallel:
     _memo: dict[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Take the group out of a mesh; refuse misspelt options."""
+        """Replace a mesh by its group; refuse unknown values of options."""
         if isinstance(self.group, DeviceMesh):
             if self.group.ndim != 1:
                 raise ValueError(
@@ -76,23 +78,30 @@ class ContextParallel:
         return dist.get_world_size(self.group)
 
     def __str__(self) -> str:
-        """Say what ranks exchange, and why."""
+        """Return what ranks exchange, and why, as a sentence."""
         return f"{self.world} ranks share each row: {self.why or 'not chosen yet how'}"
 
     def remembered(self, name: str, find: Callable[[], str]) -> str:
-        """Return a sentence about the model that these settings are of, found once."""
+        """Return the text that `find` returns, called once for each name; settings belong to one
+        model.
+        """
         if name not in self._memo:
             self._memo[name] = find()
         return self._memo[name]
 
     def __deepcopy__(self, memo: Any) -> ContextParallel:
-        """A copy of a model is in the same group, which cannot be copied."""
+        """Return these settings: a copy of a model is in the same group, and process groups cannot
+        be copied.
+        """
         return self
 
 
 def context_parallel(given: Any) -> ContextParallel | None:
-    """Return the settings of what `apply_patches` was given: those themselves, a group, a mesh,
-    or None.
+    """Return the settings for the argument `context_parallel` of `apply_patches`: settings, a
+    group, a mesh, or None.
+
+    Raises:
+        ValueError: see `ContextParallel`.
     """
     return given if given is None or isinstance(given, ContextParallel) else ContextParallel(given)
 

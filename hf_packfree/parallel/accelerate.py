@@ -1,9 +1,10 @@
-"""accelerate's context parallelism, which the Trainer reaches: it cuts rows for plain causal
-attention, and must not for us.
+"""accelerate's context parallelism, which the Trainer switches on: accelerate cuts rows for plain
+causal attention, and has to leave the rows of patched models whole.
 
-Every release from 1.10 to 1.15 prepares models in `Accelerator._prepare_cp`, by a context that cuts
-the batch's tensors, and hooks that take masks away; 1.15 refuses Gated DeltaNet layers there, and
-the others train them wrongly. The Trainer takes `parallelism_config` from 1.12 on.
+Every release of accelerate from 1.10 to 1.15 prepares models in `Accelerator._prepare_cp`, with a
+context that cuts the batch's tensors and hooks that remove masks. accelerate 1.15 refuses Gated
+DeltaNet layers in that method, and earlier releases train such layers wrongly. The Trainer takes
+`parallelism_config` from accelerate 1.12 on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_packfree.parallel import ContextParallel
 
 
 def cuts_its_rows(model: Any) -> bool:
-    """Whether a model was patched with `context_parallel`."""
+    """Whether a model was patched with `context_parallel`, so that it cuts its rows itself."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return any(
         getattr(vars(module).get("packfree"), "context_parallel", None) is not None
@@ -32,8 +33,8 @@ def cuts_its_rows(model: Any) -> bool:
 
 
 class _Seam:
-    """Stands in front of `Accelerator._prepare_cp` as long as there are models to train that cut
-    their rows.
+    """Replaces `Accelerator._prepare_cp` as long as there are models to train that cut their rows
+    themselves.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,8 @@ class _Seam:
 
         def prepare_cp(self: Any, *args: Any) -> Any:
             models = [one for one in args if isinstance(one, nn.Module)]
-            # batches come alone, before the model or, where only evaluation is wanted, without it
+            # batches are prepared in a call of their own, before the model's or, for evaluation
+            # only, without one
             ours = (
                 any(map(cuts_its_rows, models))
                 if models
@@ -57,7 +59,7 @@ class _Seam:
                 return prepare(self, *args)
             self._cp_context = _whole
             _check_context(self)
-            # for more batches and runs, when the class is as it was
+            # this instance prepares more batches and runs after the class has its own method again
             self._prepare_cp = MethodType(prepare_cp, self)
             _prepared.update(models)
             return args
@@ -72,18 +74,18 @@ class _Seam:
 
 _seam = _Seam()
 _prepared: WeakSet[nn.Module] = WeakSet()
-"""Models that an accelerator prepared and left to cut their rows."""
+"""Models that an accelerator prepared without cutting their rows."""
 
 
 def leave_rows_whole(model: nn.Module) -> None:
-    """Keep accelerate from cutting the rows of models that cut them themselves; other models are
+    """Keep accelerate from cutting the rows of a model that cuts its rows itself; other models are
     prepared as before.
 
-    `cut_rows_again` undoes it; an accelerator that has prepared such a model goes on to leave that
-    model's rows whole.
+    `cut_rows_again` undoes this; an accelerator that has prepared such a model still leaves its
+    rows whole.
 
     Raises:
-        PatchConflict: this accelerate prepares models for context parallelism elsewhere.
+        PatchConflict: the installed accelerate has no `Accelerator._prepare_cp`.
     """
     import accelerate  # type: ignore[import-untyped]
 
@@ -94,11 +96,12 @@ def leave_rows_whole(model: nn.Module) -> None:
 
 
 def refuse_unreadable_launch() -> None:
-    """Refuse a `ParallelismConfig` of `accelerate launch` that no Trainer can read, because
+    """Refuse a `ParallelismConfig` of `accelerate launch` that the Trainer cannot read, because
     accelerate is too old.
 
     Raises:
-        PatchConflict: it is 1.10 or 1.11, in which the Trainer misses attributes.
+        PatchConflict: accelerate is 1.10 or 1.11, whose `ParallelismConfig` lacks attributes that
+            the Trainer reads.
     """
     import accelerate
 
@@ -110,11 +113,12 @@ def refuse_unreadable_launch() -> None:
 
 
 def refuse_rows_cut_twice(model: nn.Module) -> None:
-    """Refuse to train a model on rows that accelerate cuts, because it prepared the model elsewhere
-    or without us.
+    """Refuse to train a model on rows that accelerate cuts, because `_prepare_cp` was not replaced
+    when accelerate prepared the model.
 
     Raises:
-        PatchConflict: accelerate runs with `cp_size`, and did not leave this model's rows whole.
+        PatchConflict: accelerate runs with `cp_size` above 1, and did not prepare this model by the
+            replaced `_prepare_cp`.
     """
     if getattr(parallelism_in_force(), "cp_size", 1) > 1 and not any(
         module in _prepared for module in model.modules()
@@ -123,8 +127,8 @@ def refuse_rows_cut_twice(model: nn.Module) -> None:
 
 
 def cut_rows_again(trained: nn.Module | None = None) -> None:
-    """Give accelerate back as it was, unless models are still to be trained that are patched and
-    not in this one.
+    """Restore accelerate's `_prepare_cp`, unless patched models other than `trained` are still to
+    be trained.
     """
     done = set(() if trained is None else trained.modules())
     for model in list(_seam.models):
@@ -135,7 +139,9 @@ def cut_rows_again(trained: nn.Module | None = None) -> None:
 
 
 def _check_context(accelerator: Any) -> None:
-    """Refuse an accelerator that cuts rows by anything but the context that was put in."""
+    """Refuse an accelerator that does not enter the replaced context, and so cuts rows in another
+    way.
+    """
     entered = []
 
     def context(**buffers: Any) -> AbstractContextManager[None]:
@@ -159,13 +165,13 @@ def _unknown(found: str) -> PatchConflict:
 
 
 def _whole(**buffers: Any) -> AbstractContextManager[None]:
-    """Take the place of torch's context that cuts the batch's tensors."""
+    """Replace torch's context that cuts the batch's tensors; leave the tensors whole."""
     return nullcontext()
 
 
 def parallelism_in_force() -> Any:
-    """Return the `ParallelismConfig` that accelerate runs with, the Trainer's or that of
-    `accelerate launch`, or None.
+    """Return accelerate's `ParallelismConfig`, from the Trainer or from `accelerate launch`, or
+    None.
     """
     from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 
@@ -175,20 +181,22 @@ def parallelism_in_force() -> Any:
 def trainers_group(
     parallelism: Any, given: ContextParallel | Literal["auto"] | None = "auto"
 ) -> ContextParallel | None:
-    """Return the group of a Trainer's `parallelism_config`, or None where it wants no context
+    """Return the group of a Trainer's `parallelism_config`, or None if it asks for no context
     parallelism.
 
-    A Trainer that wants sequence parallelism gets context parallelism instead, before it prepares
-    anything: `sp_size` means DeepSpeed to accelerate, which cuts rows without their documents.
+    A Trainer that asks for sequence parallelism gets context parallelism instead, before it
+    prepares anything: for accelerate, `sp_size` means DeepSpeed, which cuts rows without their
+    documents.
 
     Args:
         parallelism: see `parallelism_in_force`.
-        given: what the user set: a group, returned if it is the same; "auto"; or None, against rows
-            shared.
+        given: the user's setting: a group, which has to have the same ranks; "auto"; or None, which
+            refuses rows that ranks share.
 
     Raises:
-        PatchConflict: `sp_size` comes with DeepSpeed's engine, or with a number of processes that
-            it does not divide; the given group is another one, or None where ranks share rows.
+        PatchConflict: `sp_size` is used with DeepSpeed's engine, or the sizes' product does not
+            divide the number of processes; the given group has other ranks, or is None although
+            ranks share rows.
     """
     if given is None:
         _refuse_shared(parallelism)
@@ -211,8 +219,8 @@ def trainers_group(
 
 
 def _refuse_shared(parallelism: Any) -> None:
-    """Refuse rows that accelerate or DeepSpeed would cut: wrong without an error before
-    accelerate 1.15.
+    """Refuse rows that accelerate or DeepSpeed would cut; before accelerate 1.15, training on them
+    is wrong without an error.
     """
     for size in ("cp_size", "sp_size"):
         if (found := getattr(parallelism, size, 1)) > 1:
@@ -224,7 +232,9 @@ def _refuse_shared(parallelism: Any) -> None:
 
 
 def _of_mesh(parallelism: Any) -> ContextParallel | None:
-    """Return the group of a `parallelism_config`."""
+    """Return the settings for the context-parallel group of a `parallelism_config`, or None without
+    one.
+    """
     from accelerate.state import AcceleratorState
 
     if getattr(parallelism, "sp_size", 1) > 1:
@@ -235,12 +245,12 @@ def _of_mesh(parallelism: Any) -> ContextParallel | None:
 
 
 def as_context_parallel(parallelism: Any, state: Any) -> Any:
-    """Put `cp_size` where accelerate's state has `sp_size`, with the mesh that DeepSpeed would have
-    had no use for.
+    """Replace `sp_size` by `cp_size` in accelerate's state, and give the state the device mesh that
+    it lacks with `sp_size`.
 
     Args:
         parallelism: a `ParallelismConfig`.
-        state: accelerate's, which is changed.
+        state: accelerate's state, which is changed.
 
     Returns:
         The new `ParallelismConfig`.
@@ -261,7 +271,7 @@ def as_context_parallel(parallelism: Any, state: Any) -> Any:
             f"{found} for {processes} processes; wanted sizes whose product divides them; change "
             f"sp_size"
         )
-    # DeepSpeed takes the rest for data, unnamed
+    # for DeepSpeed, the remaining processes are data parallel without a size of their own
     shards = parallelism.dp_shard_size * (processes // parallelism.total_size)
     ours = replace(parallelism, cp_size=size, sp_size=1, sp_handler=None, dp_shard_size=shards)
     state.parallelism_config, state.device_mesh = ours, ours.get_device_mesh(state.device.type)
@@ -269,8 +279,11 @@ def as_context_parallel(parallelism: Any, state: Any) -> Any:
 
 
 def refuse_cut_rows(layer: nn.Module) -> None:
-    """Refuse attention that accelerate has prepared for context parallelism: by a hook, found by
-    its name.
+    """Refuse an attention layer that accelerate has prepared for context parallelism, recognised by
+    the name of accelerate's hook.
+
+    Raises:
+        PatchConflict: the layer has such a hook.
     """
     hooks = layer._forward_pre_hooks.values()
     if any(

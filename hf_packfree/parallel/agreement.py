@@ -1,7 +1,7 @@
-"""What ranks have to agree on before they exchange anything: where batches differ exchanges hang,
-end the process, or train on a mixture.
+"""A comparison of setups and batches among ranks before they exchange anything: with different
+batches, exchanges hang, end the process, or mix the batches.
 
-All ranks read the same table, so that all of them go on, or all raise.
+All ranks read the same table, so that either all ranks go on or all raise.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.parallel.collectives import gathered
 
 COLUMNS = 16
-"""Of the table, and the first of them is the setup's: never changed, so that ranks that run other
-releases find out.
+"""The number of columns of the table, the first of which is the setup's digest. Never change this,
+so that ranks with different releases of hf_packfree can compare.
 """
 _TEXT = 2**14
-"""Bytes of setup that a rank shows where setups differ, padded with spaces; never changed either.
+"""The number of bytes of its setup, padded with spaces, that a rank sends if setups differ. Never
+change this either.
 """
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (-0x61C8864680B583EB, -0x4B47D0C5A1A6F2A3)
 
 
 def digest(text: str) -> int:
-    """Return 63 bits that tell texts apart, the same in every process."""
+    """Return a 63-bit hash of a text, the same in every process."""
     found = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(found, "big") >> 1
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return an int64 scalar on the device that tells tensors apart by the bits of their elements,
-    in order; of floats [..., D] by the sums of D elements' bits.
+    """Return a hash of a tensor, an int64 scalar on its device: of the bits of its elements in
+    order; of floats [..., D], of the sums of the bits over D.
     """
     x = x.detach().contiguous()
     bits = x.view(_INTEGERS[x.element_size()])
-    # images and audio are large: make no copy of them
+    # images and audio are large: do not copy their bits to int64
     bits = bits.sum(-1) if x.is_floating_point() and x.ndim > 1 else bits.long()
     mixed = bits.flatten() + torch.arange(bits.numel(), device=x.device) * _ODD[0]
     mixed = (mixed ^ (mixed >> 32)) * _ODD[1]
@@ -53,21 +54,21 @@ def refuse_disagreement(
     group: Any,
     device: torch.device,
 ) -> None:
-    """Refuse, on every rank, what the ranks of a group do not have in common.
+    """Raise on every rank if the ranks of a group differ in setup or batch.
 
-    One all-gather of 128 bytes a rank, which the host waits for.
+    This takes one all-gather of 128 bytes for each rank, for which the host waits.
 
     Args:
-        setup: lines "name: value" of what is the same in every forward.
-        counts: by name, integers that a reader understands.
-        contents: by name, `digest` or `checksum` of the rest. 15 numbers at most with the counts,
-            of the same names on all ranks that have the same setup.
-        group: torch.distributed's.
-        device: on which it exchanges.
+        setup: lines "name: value" of facts that do not change between forwards.
+        counts: {name: integer}, which the message shows.
+        contents: {name: `digest` or `checksum`} of everything else. At most 15 entries together
+            with the counts, with equal names on all ranks that have equal setups.
+        group: torch.distributed's process group.
+        device: the device on which the group exchanges.
 
     Raises:
         PatchConflict: the setups differ.
-        UnsupportedInput: the batches do.
+        UnsupportedInput: the batches differ.
     """
     facts = [digest(setup), *counts.values(), *contents.values()]
     facts += [0] * (COLUMNS - len(facts))
@@ -95,7 +96,9 @@ def refuse_disagreement(
 
 
 def _other(name: str, values: Sequence[int], *, shown: bool) -> str:
-    """Say which ranks have something else than the first one."""
+    """Return which ranks differ from rank 0 in `name`, in words; with `shown`, the values of all
+    ranks.
+    """
     if shown:
         return f"{name} {', '.join(map(str, values))} by rank"
     others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
@@ -103,7 +106,11 @@ def _other(name: str, values: Sequence[int], *, shown: bool) -> str:
 
 
 def _refuse_other_setup(setup: str, group: Any, device: torch.device) -> None:
-    """Show what differs: all ranks are here."""
+    """Exchange the setups and raise with the lines that differ; all ranks call this.
+
+    Raises:
+        PatchConflict: always.
+    """
     text = torch.tensor(list(setup.encode()[:_TEXT].ljust(_TEXT)), dtype=torch.uint8)
     everyones = [
         set(bytes(one).decode(errors="ignore").strip().splitlines())

@@ -1,7 +1,7 @@
-"""Exchanges between the ranks of a context-parallel group, differentiable.
+"""Differentiable exchanges between the ranks of a context-parallel group.
 
-Every rank takes part in every exchange, forward and backward, whatever its part of the row holds:
-which exchanges there are depends on the whole row alone.
+Every rank takes part in every exchange, forward and backward, whatever its shard contains, because
+the exchanges depend only on the whole row.
 
 Shapes: W ranks, T tokens of the whole row, t = T / W tokens of a shard, H heads.
 """
@@ -24,14 +24,14 @@ from hf_packfree.parallel.roll_call import refuse_lost_ranks
 
 @dataclass(frozen=True)
 class Pending:
-    """An asynchronous exchange: it overlaps with the kernels launched until `wait`, with gloo with
-    what the host computes.
+    """An asynchronous exchange, which overlaps with kernels that are launched before `wait`; with
+    gloo, with computation on the host.
 
     Attributes:
-        out: the result, not to be read before `wait`.
-        sent: kept until then.
-        work: torch.distributed's.
-        group: whose ranks exchange.
+        out: the result; do not read it before `wait`.
+        sent: the tensor that is sent, kept alive until `wait`.
+        work: torch.distributed's handle.
+        group: the process group.
     """
 
     out: Tensor
@@ -40,7 +40,7 @@ class Pending:
     group: Any
 
     def wait(self) -> Tensor:
-        """Return what came.
+        """Wait for the exchange and return the result.
 
         Raises:
             RankLost: gloo has lost a rank; NCCL ends the process by itself.
@@ -54,7 +54,9 @@ class Pending:
 
 
 def start_all_to_all(parts: Tensor, group: Any) -> Pending:
-    """Start what `all_to_all` does, without a derivative."""
+    """Start an all-to-all of parts [W, ...] without a derivative: part r of the result [W, ...] is
+    from rank r.
+    """
     parts = parts.contiguous()
     out = torch.empty_like(parts)
     work = dist.all_to_all_single(out, parts, group=group, async_op=True)
@@ -62,23 +64,23 @@ def start_all_to_all(parts: Tensor, group: Any) -> Pending:
 
 
 def start_gather(part: Tensor, group: Any) -> Pending:
-    """Start what `gathered` does."""
+    """Start an all-gather of a part [...] to [W, ...] without a derivative."""
     part = part.contiguous()
     out = part.new_empty(dist.get_world_size(group), *part.shape)
-    # its name before torch 2.13
+    # `all_gather_into_tensor` is the name before torch 2.13
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = gather(out.view(-1), part.view(-1), group=group, async_op=True)
     return Pending(out, part, work, group)
 
 
 def gathered(part: Tensor, group: Any) -> Tensor:
-    """Return [W, ...], every rank's part [...], without a derivative."""
+    """Return the parts [...] of all ranks, [W, ...], without a derivative."""
     return start_gather(part, group).wait()
 
 
 class AllToAll:
-    """All-to-all of parts [W, ...], of one shape on all ranks: part r of the result [W, ...] came
-    from rank r.
+    """All-to-all of parts [W, ...], of one shape on all ranks: part r of the result [W, ...] is
+    from rank r. Backward: all-to-all of the result's gradient.
     """
 
     def __init__(self, group: Any) -> None:
@@ -86,20 +88,20 @@ class AllToAll:
         self.pending: Any = None
 
     def send(self, x: Tensor) -> None:
-        """Start it."""
+        """Start the all-to-all of x."""
         self.pending = start_all_to_all(x, self.group)
 
     def send_back(self, d_out: Tensor) -> None:
-        """Start to send the gradient of what came to where it came from."""
+        """Start to send the gradient of each part of the result to the rank that sent the part."""
         self.pending = start_all_to_all(d_out, self.group)
 
     def receive(self) -> Tensor:
-        """Return what came."""
+        """Wait for the exchange and return its result."""
         pending, self.pending = self.pending, None
         return pending.wait()  # type: ignore[no-any-return]
 
     def receive_back(self) -> Tensor:
-        """Return the gradient of what was sent."""
+        """Return the gradient of the x that was sent."""
         return self.receive()
 
 
@@ -109,33 +111,33 @@ class AllGather(AllToAll):
     """
 
     def send(self, x: Tensor) -> None:
-        """Start it."""
+        """Start the all-gather of x."""
         self.pending = start_gather(x, self.group)
 
     def receive_back(self) -> Tensor:
-        """Return the gradient of what was sent."""
+        """Return the gradient of the x that was sent."""
         return self.receive().sum(0)
 
 
 class Sent:
-    """A differentiable asynchronous exchange, from here until `receive`.
+    """A differentiable asynchronous exchange of x, from the constructor until `receive`.
 
-    What is computed between the two overlaps with it, and its backward pass with the exchange of
-    gradients.
+    Computation between the constructor and `receive` overlaps with the exchange, and the backward
+    pass of that computation with the exchange of gradients.
     """
 
     def __init__(self, x: Tensor, exchange: AllToAll) -> None:
-        """Send x."""
+        """Start to send x."""
         self._exchange, self._token = exchange, _Send.apply(x, exchange)
 
     def receive(self) -> Tensor:
-        """Return what came."""
+        """Return the result of the exchange."""
         return _Receive.apply(self._token, self._exchange)  # type: ignore[no-any-return]
 
 
 class _Send(Function):
-    """Its result has no elements: it makes autograd run this backward after that of everything
-    between `_Receive` and here.
+    """Starts an exchange. The result has no elements and is an input of `_Receive`, so that
+    autograd runs this backward after those of the computation in between.
     """
 
     @staticmethod
@@ -164,35 +166,35 @@ class _Receive(Function):
 
 
 def all_to_all(parts: Tensor, group: Any) -> Tensor:
-    """See `AllToAll`; differentiable."""
+    """Return the result of `AllToAll` of parts [W, ...], [W, ...]; differentiable."""
     return Sent(parts, AllToAll(group)).receive()
 
 
 def all_gather(part: Tensor, group: Any) -> Tensor:
-    """See `AllGather`; differentiable."""
+    """Return the result of `AllGather` of a part [...], [W, ...]; differentiable."""
     return Sent(part, AllGather(group)).receive()
 
 
 def gather_row(x: Tensor, packed: PackedSequence) -> Tensor:
-    """Return [T, ...], all ranks' tokens, of x [t, ...], this rank's; x itself of a whole row.
-    Differentiable.
+    """Gather all ranks' tokens [T, ...] from this rank's x [t, ...]; if `packed` is a whole row,
+    return x. Differentiable.
     """
     return all_gather(x, shard_of(packed).group).flatten(0, 1) if packed.is_shard else x
 
 
 def sum_over_ranks(x: Tensor, packed: PackedSequence) -> Tensor:
-    """Return the sum of what the ranks that share a row have, without a derivative; x itself of a
-    whole row.
+    """Return the sum of x over the ranks that share a row, without a derivative; if `packed` is a
+    whole row, return x.
     """
     return gathered(x, shard_of(packed).group).sum(0) if packed.is_shard else x
 
 
 def with_right_context(x: Tensor, packed: PackedSequence, reach: int) -> Tensor:
-    """Return [t + reach, ...]: a rank's tokens x [t, ...] and those that follow them, zeros after
-    the row's end; x itself of a whole row.
+    """Return a rank's tokens x [t, ...] with the `reach` tokens of the row that follow, [t + reach,
+    ...], zeros after the row's end; if `packed` is a whole row, return x. Differentiable.
 
-    If no document is on several ranks, nothing is exchanged and the tokens are zeros: nobody reads
-    them.
+    If no document is on several ranks, nothing is exchanged, and the following tokens are zeros,
+    which nobody reads.
     """
     if not packed.is_shard:
         return x
@@ -203,13 +205,14 @@ def with_right_context(x: Tensor, packed: PackedSequence, reach: int) -> Tensor:
 
 
 def send_heads(parts: Iterable[Tensor], group: Any) -> Sent:
-    """Start to give each rank its share of the heads of these tokens, of tensors [t, H, ...] that
-    may have different numbers.
+    """Start to send each rank its share of the heads of this rank's tokens, from tensors [t, H,
+    ...], whose H may differ.
 
     W divides each H; rank r gets heads r H / W up to (r + 1) H / W.
 
     Returns:
-        What receives [W, t, sum of H / W, ...]: flattened, all tokens of this rank's heads.
+        A `Sent` whose result is [W, t, sum of H / W, ...]: all tokens of this rank's heads, [T, sum
+        of H / W, ...] once the first two dimensions are flattened.
     """
     world = dist.get_world_size(group)
     return Sent(
@@ -219,28 +222,29 @@ def send_heads(parts: Iterable[Tensor], group: Any) -> Sent:
 
 
 def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
-    """Return [t, H, ...], all heads of this rank's tokens, of x [T, H / W, ...], all tokens of
-    this rank's heads.
+    """Exchange x [T, H / W, ...], all tokens of this rank's heads, for all heads of this rank's
+    tokens, [t, H, ...]. Differentiable.
     """
     world = dist.get_world_size(group)
     return all_to_all(x.unflatten(0, (world, -1)), group).transpose(0, 1).flatten(1, 2)
 
 
 def send_left_context(x: Tensor, shard: RowShard, most: int | None = None) -> Callable[[], Tensor]:
-    """Start to fetch the last tokens before a shard that belong to its first document, at most
-    `most`. If no document is on several ranks, nothing is sent.
+    """Start to fetch the tokens before a shard that belong to its first document, at most the last
+    `most` of them. If no document is on several ranks, nothing is sent.
 
     Args:
-        x: [t, ...], this rank's.
+        x: [t, ...], this rank's tokens.
 
     Returns:
-        A function that waits and returns [h, ...], h = `shard.history`, or `most` if that is less.
+        A function that waits and returns these tokens, [h, ...], where h is
+        `shard.history(shard.rank)`, at most `most`.
     """
     histories = [
         shard.history(rank) if most is None else min(most, shard.history(rank))
         for rank in range(shard.world)
     ]
-    # a longer history spans whole shards between, which are sent whole
+    # a history longer than a shard contains whole shards, which are sent whole
     longest = min(max(histories), len(x))
     if not longest:
         return lambda: x[:0]

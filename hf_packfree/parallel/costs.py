@@ -1,8 +1,8 @@
-"""The cost of each way to share a layer among ranks, by which "auto" chooses: of its forward and
-backward pass in bf16, beyond what one GPU's work divided by the ranks would take.
+"""The cost of each way to share a layer among ranks, by which "auto" chooses: the time of forward
+and backward pass in bf16, beyond one GPU's time divided by the number of ranks.
 
-Shapes: t tokens a rank, W ranks. Of Gated DeltaNet: H key heads, HV value heads, K and V their
-sizes; of attention: H query heads, HK key heads, D their size.
+Shapes: t tokens on each rank, W ranks. For Gated DeltaNet: H key heads, HV value heads, K and V
+their sizes; for attention: H query heads, HK key heads, D their size.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from hf_packfree.parallel.measured import (
 )
 
 TOKENS = 8192
-"""t for which ways are compared: states gain on heads with more, and rows of fewer are no reason
-for context parallelism.
+"""The t for which ways are compared. Larger t favours "state" over "heads", and rows with smaller t
+need no context parallelism.
 """
 
 
 def bytes_by_heads(sizes: Mapping[str, int], world: int, tokens: int) -> float:
-    """Return what a rank receives: q, k, v, both gates and the output, and their gradients.
+    """Return how many bytes a rank receives by exchange of heads: q, k, v, both gates and the
+    output, and their gradients.
 
     Args:
         sizes: H, HV, K and V, as `op_sizes` names them.
@@ -42,28 +43,37 @@ def bytes_by_heads(sizes: Mapping[str, int], world: int, tokens: int) -> float:
 
 
 def bytes_by_states(sizes: Mapping[str, int], world: int) -> float:
-    """Return what a rank receives: fp32 [HV, K, K + V] of every other rank, each way."""
+    """Return how many bytes a rank receives by exchange of states: fp32 [HV, K, K + V] from every
+    other rank, in forward and in backward.
+
+    Args:
+        sizes: HV, K and V, as `op_sizes` names them.
+        world: W.
+    """
     state = 4 * sizes["value_heads"] * sizes["key_size"] * (sizes["key_size"] + sizes["value_size"])
     return 2.0 * state * (world - 1)
 
 
 def seconds_by_heads(sizes: Mapping[str, int], world: int, tokens: int = TOKENS) -> float:
-    """Return the seconds of three exchanges each way, and of putting heads in order for them."""
+    """Return the seconds of exchange by heads: three exchanges in forward and three in backward,
+    and the copies that reorder heads.
+    """
     received = bytes_by_heads(sizes, world, tokens)
     return 6 * EXCHANGE_S + received * (1 / BYTES_PER_S + COPY_S_PER_BYTE)
 
 
 def seconds_by_states(sizes: Mapping[str, int], world: int, tokens: int = TOKENS) -> float:
-    """Return the seconds of two exchanges each way, and of the transition of a shard inside one
-    document: for documents that cost most, one on all ranks.
+    """Return the seconds of exchange by states: two exchanges in forward and two in backward, and
+    the transition of a shard inside one document. This is for the most expensive row, one document
+    on all ranks.
     """
-    # the first and the last rank have none
+    # the shards of the first and the last rank are not inside the document
     inside = RULE_S_PER_TOKEN_AND_HEAD * tokens * sizes["value_heads"] if world > 2 else 0.0
     return 4 * EXCHANGE_S + bytes_by_states(sizes, world) / BYTES_PER_S + inside
 
 
 def cheaper_for_gdn(sizes: Mapping[str, int], world: int) -> tuple[str, str]:
-    """Return "state" or "heads", and why in a sentence."""
+    """Return the way that takes less time, "state" or "heads", and why, as a sentence."""
     costs = {"state": seconds_by_states(sizes, world), "heads": seconds_by_heads(sizes, world)}
     way, other = sorted(costs, key=costs.__getitem__)
     return way, (
@@ -74,20 +84,25 @@ def cheaper_for_gdn(sizes: Mapping[str, int], world: int) -> tuple[str, str]:
 
 
 def attention_bytes_by_heads(shard: RowShard, heads: int, key_heads: int, size: int) -> float:
-    """Return what a rank receives: q, k, v and the output, and their gradients."""
+    """Return how many bytes a rank receives by exchange of heads: q, k, v and the output, and their
+    gradients.
+    """
     copied = math.lcm(key_heads, shard.world)
     return 2 * 2 * (2 * heads + 2 * copied) * size * shard.tokens * (1 - 1 / shard.world)
 
 
 def attention_bytes_by_keys(shard: RowShard, key_heads: int, size: int) -> float:
-    """Return what a rank receives: the ends of other ranks' k and v, and their gradients."""
+    """Return how many bytes a rank receives by gathering keys: the ends of other ranks' k and v,
+    and their gradients.
+    """
     return 2 * 2 * 2 * key_heads * size * shard.sent * (shard.world - 1.0)
 
 
 def pairs(shard: RowShard) -> list[int]:
-    """Return, of every rank, how many pairs of query and key it has where keys are gathered.
+    """Return for every rank how many pairs of query and key it computes if keys are gathered.
 
-    The history of its first document is given queries, too, as kernels without histories want it.
+    The history of a rank's first document counts as queries, too, because kernels without histories
+    need equal numbers of queries and keys.
     """
     offsets, found = shard.row.cu_seqlens_cpu.tolist(), []
     for rank in range(shard.world):
@@ -103,13 +118,13 @@ def pairs(shard: RowShard) -> list[int]:
 
 
 def keys_cost_less(shard: RowShard, heads: int, key_heads: int, size: int) -> bool:
-    """Whether attention takes less time in this row if keys are gathered, not heads exchanged."""
+    """Whether attention takes less time in this row by gathering keys than by exchange of heads."""
     by_heads = attention_bytes_by_heads(shard, heads, key_heads, size)
     by_keys = attention_bytes_by_keys(shard, key_heads, size)
     whole = sum(length * (length + 1) // 2 for length in shard.row.lengths)
     more = max(pairs(shard)) - whole / shard.world
-    # q, k, v and the output's gradient are copied once, joined with the history: a sixth of what
-    # the exchange of heads copies
+    # q, k, v and the output's gradient are copied once, to join them with the history: a sixth of
+    # the copies of the exchange of heads
     joined = 2 * (2 * heads + 2 * key_heads) * size * shard.tokens * shard.is_cut
     return (
         2 * EXCHANGE_S * shard.is_cut

@@ -1,5 +1,5 @@
-"""Which ranks of a group are there, asked through the store by which they found each other: it
-answers where an exchange would wait, or fail without a name.
+"""A roll call of a group's ranks through the store by which they found each other. The store
+answers where an exchange would wait, or fail without naming a rank.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import torch.distributed as dist
 from hf_packfree.errors import RankLost
 
 _PATIENCE = timedelta(seconds=5)
-"""How long ranks wait for each other's answer after an exchange failed: it fails on all of them,
-but not at once.
+"""How long ranks wait for each other's answers after an exchange failed, because it fails on all
+ranks, but not at the same time.
 """
 
 
 def refuse_missing_ranks(group: Any) -> None:
-    """Wait for all ranks of a group, before they exchange anything.
+    """Wait for all ranks of a group, before their first exchange.
 
-    Who has come once is not asked again: a rank that patches its model anew, alone, would wait for
-    ranks that have nothing to say.
+    A rank's answer stays in the store: a rank that patches its model again, alone, does not wait
+    for the others.
 
     Raises:
-        RankLost: some did not come within `init_process_group`'s timeout, whatever the group's is.
+        RankLost: some ranks do not answer within `init_process_group`'s timeout, whatever the
+            group's timeout is.
     """
     patience = _store_of(group).timeout
     if whom := _silent_ranks(group, "here", patience):
@@ -39,10 +40,11 @@ def refuse_missing_ranks(group: Any) -> None:
 
 
 def refuse_lost_ranks(group: Any, error: Exception) -> None:
-    """Name the ranks that are gone after an exchange failed; return if all are there.
+    """Raise with the names of the ranks that are gone after an exchange failed; return if all ranks
+    answer.
 
     Raises:
-        RankLost: some do not answer.
+        RankLost: some ranks do not answer.
     """
     patience = min(_PATIENCE, _store_of(group).timeout / 2)
     if whom := _silent_ranks(group, "failed", patience):
@@ -61,7 +63,7 @@ def _store_of(group: Any) -> Any:
 
 
 def _silent_ranks(group: Any, question: str, patience: timedelta) -> str:
-    """Answer the roll call; return which ranks do not, "" if all do."""
+    """Answer the roll call, and return which ranks do not answer, in words; "" if all do."""
     store, ranks = _store_of(group), dist.get_process_group_ranks(group)
     keys = [f"hf_packfree/{question}/{rank}" for rank in ranks]
     try:
