@@ -1,6 +1,6 @@
 """Packed and padding-free training of linear-attention hybrids and plain decoders, exact and fast.
 
-Importing this package changes nothing and loads nothing; names load what they need when they are
+Importing this package patches nothing and loads no other package; each name loads its module when
 first used.
 """
 

@@ -1,8 +1,8 @@
 """Every error this package raises on purpose.
 
-Each says what was found, what is wanted and how to mend it, and subclasses the builtin that a
-caller would already catch: `ValueError` for what was passed in, `RuntimeError` for what a model or
-machine is.
+Each message says what was found, what is wanted and what to do. Each class derives from the builtin
+error that a caller would already catch: `ValueError` for wrong arguments, `RuntimeError` for the
+state of a model or machine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ class PackFreeError(Exception):
 
 
 class BoundaryError(PackFreeError, ValueError):
-    """The packed input is malformed: offsets, masks or positions that describe no row of
-    documents, or media not theirs.
+    """The packed input is malformed: offsets, masks or positions that describe no row of documents,
+    or media that do not match the documents' placeholders.
     """
 
 
@@ -23,8 +23,8 @@ class BoundaryConflict(BoundaryError):
 
 
 class CacheConflict(PackFreeError, ValueError):
-    """A packed row came together with a cache: the tokens before the row belong to no document
-    in it.
+    """A packed row was passed together with a cache, whose tokens belong to no document of the
+    row.
     """
 
 
@@ -35,11 +35,11 @@ class UnsupportedInput(PackFreeError, ValueError):
 
 
 class UnsupportedModel(PackFreeError, TypeError):
-    """The model holds no module of a supported family, or one whose documents nothing is known
-    to keep apart.
+    """The model holds no module of a supported family, or a module that is not known to keep packed
+    documents apart.
 
     Attributes:
-        reason: why packed rows of this language model cannot be made exact; None for other faults.
+        reason: why packed rows of this language model cannot be made exact; None for other causes.
     """
 
     def __init__(self, message: str, reason: str | None = None) -> None:
@@ -48,25 +48,29 @@ class UnsupportedModel(PackFreeError, TypeError):
 
 
 class ContractError(PackFreeError, RuntimeError):
-    """A module lacks a parameter or size that its family's checkpoints always have."""
+    """A module lacks a parameter that all checkpoints of its family have, or a size differs from
+    its config's.
+    """
 
 
 class PatchConflict(PackFreeError, RuntimeError):
-    """Something else already changed a part of the model that a patch needs."""
+    """Other code has changed a part of the model that a patch needs."""
 
 
 class MissingHead(PackFreeError, LookupError):
-    """A checkpoint lacks tensors of the multi-token prediction head, or has others than its
-    configuration says.
+    """A checkpoint lacks tensors of the multi-token prediction head, or its tensors differ from its
+    configuration.
     """
 
 
 class BackendUnavailable(PackFreeError, RuntimeError):
-    """A backend that was named cannot run here."""
+    """A backend that the user named, or that a model was loaded with, cannot run."""
 
 
 class RankLost(PackFreeError, RuntimeError):
-    """A rank that shares rows with this one does not answer: it has ended, or takes no part."""
+    """A rank that shares rows with this rank does not answer: its process has ended, or takes no
+    part in the exchange.
+    """
 
 
 class LeakDetected(PackFreeError, AssertionError):
@@ -86,5 +90,7 @@ class BlindMeasurement(PackFreeError, RuntimeError):
 
 
 def in_short(error: BaseException) -> str:
-    """Return somebody else's error as part of a sentence: its kind and first line."""
+    """Return an error of another package as part of a sentence: the name of its class and the first
+    line of its message.
+    """
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]

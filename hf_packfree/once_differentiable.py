@@ -1,4 +1,6 @@
-"""Our autograd functions have one derivative: a second one is refused by name."""
+"""A decorator for backward passes without a second derivative, which raises when a second
+derivative is taken.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from hf_packfree.errors import UnsupportedInput
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Any:
-    """Run a backward pass without a graph; differentiating its results raises.
+    """Run a backward pass without recording a graph; differentiating the gradients that it returns
+    raises `UnsupportedInput`.
 
-    torch's decorator of that name raises with a message of its own, and not at all where the
-    incoming gradient has no graph, as that of a plain sum: it then silently leaves a part of the
-    second derivative out.
+    torch's decorator of the same name raises with torch's own message, and only if the incoming
+    gradient has a graph. Without one, as for the gradient of a plain sum, it leaves out a part of
+    the second derivative silently.
     """
 
     @functools.wraps(backward)

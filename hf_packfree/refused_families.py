@@ -1,8 +1,8 @@
-"""Families of transformers that no patch makes exact, and why; nothing is imported, so that
+"""Families of transformers that no patch makes exact, and why. This file imports nothing, so that
 `packfree models` answers at once.
 
-What is in neither table, this one or that of `patching/registry.py`, is measured when a model of it
-is patched: see `patching/unlisted.py`.
+A family that is neither in this table nor in that of `patching/registry.py` is measured when one of
+its models is patched: see `patching/unlisted.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _REASONS = {
 }
 
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""{transformers' folder of the family: why}."""
+"""{transformers' folder of the family: why no patch makes the family exact}."""
 
 
 def by_reason() -> dict[str, tuple[str, ...]]:
-    """Return {why: the families}."""
+    """Return {reason: the families that are refused for this reason}."""
     return {reason: tuple(names.split()) for reason, names in _REASONS.items()}

@@ -1,9 +1,9 @@
-"""Every release that this package needs, was tested with or refuses, and why: the only place of
-these numbers.
+"""Every release that this package needs, was tested with or refuses, and why. This file is the only
+place of these versions.
 
 The operations, the doctor, the report and error messages read this table; `tests/test_versions.py`
-holds it equal to setup.cfg. What our layers have to do otherwise before some release of
-transformers is in `models/compat.py`. Nothing here needs torch.
+compares it with setup.cfg. Differences between releases of transformers that our layers depend on
+are in `models/compat.py`. This file does not need torch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Versions:
-    """What is known of one package's releases.
+    """The releases of one package that are needed and tested.
 
     Attributes:
         name: the distribution, as pip installs it.
-        floor: the oldest release that is taken, or None where any is.
-        why: why no older one is, as the end of "releases before it ...".
+        floor: the oldest supported release; None: any.
+        why: why older releases are not supported, as the end of the sentence "releases before it
+            ...".
         cpu: the oldest and the newest release that the tests ran with on CPUs; for triton and
             mamba-ssm, in Triton's interpreter.
         gpu: the releases that tests/gpu ran with.
-        batch_invariant: what the version begins with under which documents were compared bit for
-            bit, packed and alone.
+        batch_invariant: the prefix of the versions with which packed documents were compared bit
+            for bit with documents run alone.
     """
 
     name: str
@@ -35,12 +36,12 @@ class Versions:
 
     @property
     def requirement(self) -> str:
-        """Name and floor as pip takes them: "flash-qla>=0.1.3"."""
+        """The requirement for pip, with the floor if there is one: "flash-qla>=0.1.3"."""
         return f"{self.name}>={self.floor}" if self.floor else self.name
 
     @property
     def install(self) -> str:
-        """The command that mends a missing or too old one."""
+        """The command that installs the package, or replaces a release below the floor."""
         return f"pip install '{self.requirement}'" if self.floor else f"pip install {self.name}"
 
 
@@ -106,39 +107,39 @@ VERSIONS = {
 }
 
 FLA_BACKWARD_WRONG_ON_HOPPER = ("3.4.0", "3.7.1")
-"""From the first, and before the second, Triton compiles FLA's gated backward wrongly on Hopper
-(FLA's issue 640).
+"""From the first of these versions up to, but without, the second, Triton compiles FLA's gated
+backward wrongly on Hopper (FLA's issue 640).
 """
 
 HOPPER_ADVICE = (
     "pip install flash-qla or tilelang, and nvcc with it, or "
     f"'triton>={FLA_BACKWARD_WRONG_ON_HOPPER[1]}' with a torch that takes it"
 )
-"""What mends that; nvcc is part of the CUDA toolkit."""
+"""What to install on Hopper with such a version of Triton; nvcc is part of the CUDA toolkit."""
 
 FLA_WITHOUT_CUDA_SINCE = "5.15"
-"""The first transformers that calls fla-core for unpacked rows without looking for a CUDA
-device.
+"""The first release of transformers that calls fla-core for unpacked rows without checking for a
+CUDA device.
 """
 
 VARLEN_GROUPS_HEADS = "2.11"
-"""The first torch whose varlen attention takes fewer key heads than query heads."""
+"""The first release of torch whose varlen attention takes fewer key heads than query heads."""
 
 VARLEN_HAS_WINDOWS = "2.11"
-"""The first torch whose varlen attention has `window_size`."""
+"""The first release of torch whose varlen attention has `window_size`."""
 
 VARLEN_MAY_BE_CUDNN = "2.14"
-"""The first torch whose varlen attention may choose cuDNN instead of FlashAttention."""
+"""The first release of torch whose varlen attention may choose cuDNN instead of FlashAttention."""
 
 VARLEN_HEEDS_SDPA_KERNEL = "2.15"
-"""The first torch whose varlen attention takes the backend that `sdpa_kernel` names."""
+"""The first release of torch whose varlen attention uses the backend that `sdpa_kernel` names."""
 
 LAUNCHED_TRITON = ("3.6.", "3.7.", "3.8.", "3.9.")
-"""What the version of a Triton begins with whose compiled kernels are started without its own
+"""The prefixes of the versions of Triton whose compiled kernels we start without Triton's own
 launcher.
 """
 
 ASSISTANT_MASK_WITH_MEDIA_SINCE = "5.18"
-"""The first transformers whose mask of the assistant's tokens knows that a placeholder becomes
-many tokens.
+"""The first release of transformers whose mask of the assistant's tokens accounts for placeholders
+that expand to many tokens.
 """
