@@ -1,4 +1,4 @@
-"""Where models can run, which backends would, and which families are supported."""
+"""The devices on which models can run, the backends that would run, and the supported families."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """Where models can run: kind ("cuda", "mps", "cpu"), name, memory in GiB, CUDA capability."""
+    """A device on which models can run: kind ("cuda", "mps", "cpu"), name, memory in GiB, CUDA
+    capability.
+    """
 
     kind: str
     name: str
@@ -30,19 +32,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would run for a family, or for one model.
+    """The backends that would run for a family, or for one model.
 
     Attributes:
-        packed: {op: backend}, in half precision on the GPU if there is one.
-        unpacked: what runs for rows of one document.
-        why: {op, or "op in float32": why a faster backend would not run}.
+        packed: {operation: backend} for packed rows, in half precision on the GPU if there is one.
+        unpacked: what upstream runs for rows of one document.
+        why: {operation, or "operation in float32": why a faster backend would not run}.
         media: what packed rows may hold: "text", "images", "videos", "audio".
-        shared: under context parallelism, what the ranks exchange and how; or why they cannot share
-            rows.
-        called: {kind of adapter: how many projections it is on}, of adapters that are not fused, so
-            that their own forward runs; see `PatchReport`.
-        linear: of one model, in which dtypes its linear layers are fused, and what would make them
-            so.
+        shared: under context parallelism, what the ranks exchange and how; or why ranks cannot
+            share rows.
+        called: {kind of adapter: number of projections with it}, for adapters that are not fused,
+            so that PEFT's forward runs; see `PatchReport`.
+        linear: for one model, in which dtypes its linear layers are fused, and how to get them
+            fused otherwise.
     """
 
     name: str
@@ -56,11 +58,11 @@ class Plan:
 
 
 def find_devices() -> tuple[tuple[Device, ...], str, str | None]:
-    """Look where models can run.
+    """Find the devices on which models can run.
 
     Returns:
-        The devices, the best first, the CPU always among them; the CUDA that torch is built for, in
-        words; and what torch says where it finds no CUDA device, or None.
+        The devices, the best first, always including the CPU; the version of CUDA that torch is
+        built for, in words; and torch's message if it finds no CUDA device, or None.
     """
     import torch
 
@@ -71,7 +73,7 @@ def find_devices() -> tuple[tuple[Device, ...], str, str | None]:
             devices += _cuda_devices()
             fault = str(caught[0].message) if caught and not devices else None
         except Exception as error:
-            # a driver fails in its own ways
+            # drivers raise errors of various classes
             fault = in_short(error)
     if torch.backends.mps.is_available():
         devices.append(Device("mps", "Apple GPU"))
@@ -92,15 +94,18 @@ def _cuda_devices() -> list[Device]:
 
 
 def find_plans(model: str | None, unpacked: str) -> tuple[Plan, ...]:
-    """Return what would run for every family, or for one model; `unpacked` says what upstream
-    takes for unpacked rows.
+    """Return the plan of every family, or of one model; `unpacked` describes what upstream runs for
+    unpacked rows.
+
+    Raises:
+        UnsupportedModel: there is no config for `model`, or its family is not supported.
     """
     if model is not None:
         return (_plan_of(model, unpacked),)
     from hf_packfree.patching.backends import choose_backends
     from hf_packfree.patching.registry import FAMILIES
 
-    # without sizes: the published models', which every backend takes
+    # no sizes: every backend takes those of the published models
     chosen = ((row, choose_backends("auto", None, row.ops)) for row in FAMILIES)
     return tuple(
         _plan(row.name, state, row.ops, None, unpacked, _media_of_family(row))
@@ -124,7 +129,7 @@ def _plan(
 
 
 def _shared(sizes: dict[str, int] | None, packed: Mapping[str, str]) -> str:
-    """Say what ranks that share a row do on those backends; see `Plan`."""
+    """Return `shared` of a plan: what ranks that share a row do on the backends `packed`."""
     import torch
     from torch import distributed
 
@@ -144,13 +149,13 @@ def _shared(sizes: dict[str, int] | None, packed: Mapping[str, str]) -> str:
 
 
 def _exchanged(op: Op[Any], backend: Any, name: str, sizes: Mapping[str, int] | None) -> str:
-    """Say what ranks exchange for an operation, "for attention heads on 2 ranks, else keys and
-    values"; empty where that is too little to say.
+    """Return what ranks exchange for an operation, such as "for attention heads on 2 ranks, else
+    keys and values"; "" if no way of the operation names what is exchanged.
     """
     across = op.across_ranks
     assert across is not None
     lacks = {way.lacking(backend): None for way in across.ways.values()}
-    # where each row decides, what it may decide for
+    # "auto" is decided in each row, so list the ways that it chooses from
     able = [way for key, way in across.ways.items() if key != "auto" and not way.lacking(backend)]
     either = ", or " if across.cheaper is not None else ", else "
     found = either.join(way.exchanges + _on_ranks(way, sizes) for way in able)
@@ -169,7 +174,7 @@ def _on_ranks(way: Way, sizes: Mapping[str, int] | None) -> str:
 
 
 def _plan_of(model: str, unpacked: str) -> Plan:
-    """Patch the model without its weights, on torch's meta device, and read what would run."""
+    """Patch a model without weights, on torch's meta device, and return its plan."""
     import torch
 
     from hf_packfree.doctor.precision import linear_layers
@@ -188,7 +193,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
             {} if base is None else patch_report(with_adapters(built, model, weights=False)).called
         )
     family, state = family_of(built), find_state(built)
-    # or apply_patches had refused it
+    # otherwise apply_patches would have raised
     assert family is not None and state is not None
     media = _media_of(*(type(module) for module in built.modules()))
     plan = _plan(
@@ -215,7 +220,7 @@ def _config_of(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:
-        # transformers checks every field in its own way
+        # transformers raises errors of various classes for wrong configs
         raise UnsupportedModel(
             f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or a "
             f"name that packfree models lists{meant(model)}; check the name, and that the hub can "
@@ -229,11 +234,11 @@ class Supported:
 
     Attributes:
         name: as in `packfree verify NAME`.
-        transformers: the releases it is in.
-        swaps: {class that is swapped: why}.
-        heads: transformers' classes around the text model that are patched with it.
-        media: what rows of its vision-language classes may hold: "text", "images", "videos",
-            "audio".
+        transformers: the releases with this family, such as ">=5.2".
+        swaps: {class that is replaced: why}.
+        heads: transformers' classes around the text model that are patched, too.
+        media: what rows of the family's vision-language classes may hold: "text", "images",
+            "videos", "audio".
     """
 
     name: str
@@ -248,7 +253,7 @@ class Supported:
 
 
 def supported_models() -> tuple[Supported, ...]:
-    """Return every supported family, with the heads that the installed transformers has."""
+    """Return every supported family, with the heads of the installed transformers."""
     from hf_packfree.patching.registry import FAMILIES
 
     return tuple(
@@ -274,7 +279,9 @@ def _media_of_family(family: Family) -> tuple[str, ...]:
 
 
 def _media_of(*classes: type) -> tuple[str, ...]:
-    """Return what vision-language classes take; others take text."""
+    """Return the kinds of media that classes take, "text" for all, by their methods
+    `get_*_features`.
+    """
     kinds = {"image": "images", "video": "videos", "audio": "audio"}
     return (
         "text",
