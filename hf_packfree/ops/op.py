@@ -1,4 +1,6 @@
-"""An operation: what leaks without it, and its backends in order of preference."""
+"""`Op`, an operation on packed rows: what leaks without it, its backends, and how ranks share
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hf_packfree.packing import PackedSequence, refuse_shard
 
 
 def in_words(name: str) -> str:
-    """Return a name of an operation or a size as text has it: "key heads"."""
+    """Return the name of an operation or a size as words of a sentence: "key heads" for
+    "key_heads".
+    """
     return name.replace("_", " ")
 
 
@@ -26,12 +30,14 @@ class Way:
     """One way in which the ranks of a context-parallel group share an operation.
 
     Attributes:
-        run: takes a backend, and then what `Backend.run` takes: one rank's tokens and the record of
-            its shard. Exchanges are `hf_packfree.packing.uncompiled`.
-        exchanges: what, in words: "heads".
-        divides: what W, the number of ranks, has to divide, by its name in `Target.sizes`; None:
-            nothing.
-        lacking: returns what a backend lacks for it, as in "gives no states", or None.
+        run: takes a backend, and then the arguments of `Backend.run` for one rank's tokens and the
+            record of its shard. Functions that exchange have to be
+            `hf_packfree.packing.uncompiled`.
+        exchanges: what the ranks exchange, in words, such as "heads"; empty: messages do not
+            mention it.
+        divides: the name in `Target.sizes` of the size that W, the number of ranks, has to divide;
+            None: any W.
+        lacking: returns what a backend lacks for this way, such as "gives no states", or None.
     """
 
     run: Callable[..., Any]
@@ -40,7 +46,9 @@ class Way:
     lacking: Callable[[Any], str | None] = _nothing
 
     def why_not(self, sizes: Mapping[str, int], world: int) -> str | None:
-        """Return why so many ranks cannot share a model of these sizes in it, or None."""
+        """Return why `world` ranks cannot share the operation in this way, in a model of these
+        sizes, or None.
+        """
         if self.divides is None:
             return None
         count, heads = sizes.get(self.divides), in_words(self.divides)
@@ -54,13 +62,13 @@ class AcrossRanks:
     """How the ranks of a context-parallel group share an operation.
 
     Attributes:
-        ways: {name: way}, the preferred ones first; the last of them is for any number of ranks.
-        option: the field of `hf_packfree.parallel.ContextParallel` by which a user names one; None:
-            nothing is left to choose.
-        of: what users know the operation by; empty: its name.
-        cheaper: where several ways can be taken, returns which one takes less time, given
-            `Target.sizes` and W, and why in a sentence; None: the first of them is taken.
-        not_with: {name in `Target.sizes`: in words}, what a model may have that needs whole rows.
+        ways: {name: way}, preferred ways first; the last way works for any number of ranks.
+        option: the field of `hf_packfree.parallel.ContextParallel` by which a user chooses a way;
+            None: there is no choice.
+        of: the name of the operation for users; empty: `Op.name`.
+        cheaper: returns which way takes less time, if several ways are possible, and why, as a
+            sentence, from `Target.sizes` and W; None: the first possible way is taken.
+        not_with: {name in `Target.sizes`: the name in words}, sizes above 0 that need whole rows.
     """
 
     ways: Mapping[str, Way]
@@ -70,7 +78,7 @@ class AcrossRanks:
     not_with: Mapping[str, str] = field(default_factory=dict)
 
     def divided(self) -> set[str]:
-        """Return all that W has to divide in some way."""
+        """Return the names of all sizes that W has to divide in one of the ways."""
         return {way.divides for way in self.ways.values() if way.divides is not None}
 
 
@@ -80,7 +88,7 @@ class Op(Generic[B]):
 
     Attributes:
         name: its name in `apply_patches(model, backend={name: ...})`.
-        backends: {name: backend}, the preferred ones first; the last of them runs everywhere.
+        backends: {name: backend}, preferred backends first; the last backend runs everywhere.
         leaks: what crosses document boundaries in upstream's implementation, as half a sentence;
             None: nothing, the operation is only faster.
         leaks_sometimes: whether upstream leaks with some input formats only, because transformers
@@ -88,13 +96,14 @@ class Op(Generic[B]):
         where: the part of a model that calls the operation: token mixers ("layers"), the head with
             its loss ("head"), vision and audio towers ("towers").
         compiled: the backend that runs under torch.compile; None: the chosen one.
-        loaded: whether the attention implementation that a model or a tower was loaded with runs
-            instead, if that is not "sdpa".
-        slow_in_eager: whether "torch" takes many times as long as a kernel on a GPU in float32 too,
-            not only in half precision.
+        loaded: whether the attention implementation of the model's or tower's config runs instead
+            of the operation, if that is not "sdpa".
+        slow_in_eager: whether the backend "torch" takes many times as long as a kernel on a GPU in
+            float32 too, not only in half precision.
         linear_layers: whether the decoder layers' linear layers run in this operation, unless its
             backend is "torch".
-        across_ranks: how ranks that hold parts of a row share the operation; None: they cannot.
+        across_ranks: how ranks that hold parts of a row share the operation; None: they cannot
+            share it.
     """
 
     name: str
@@ -110,7 +119,7 @@ class Op(Generic[B]):
 
     @property
     def title(self) -> str:
-        """What users know it by."""
+        """The name of the operation for users."""
         return (self.across_ranks and self.across_ranks.of) or in_words(self.name)
 
     def backend(self, name: str) -> B:
@@ -129,11 +138,12 @@ class Op(Generic[B]):
         return found if bare == name else found.for_every_row()
 
     def running(self, backend: str, packed: PackedSequence) -> Callable[..., Any]:
-        """Return what runs on a row: a backend; on one rank's part of a row, on that backend, what
-        the ranks share it by.
+        """Return the function that runs the operation on a row: the backend's `running(packed)`,
+        or, for one rank's shard of a row, the `Way.run` by which ranks share it, with the backend.
 
         Raises:
-            BackendUnavailable: no backend has that name, or it lacks something for that.
+            BackendUnavailable: no backend has that name, or the backend lacks something for this
+                way.
             UnsupportedInput: ranks cannot share the operation.
         """
         found = self.backend(backend)
@@ -153,7 +163,9 @@ class Op(Generic[B]):
         return partial(way.run, found)
 
     def needs_whole_rows(self, sizes: Mapping[str, int]) -> str | None:
-        """Return what of it in a model of these sizes no ranks can share, in words, or None."""
+        """Return why ranks cannot share this operation in a model of these sizes, as the name of
+        the operation and of what needs whole rows, or None.
+        """
         if self.leaks is None:
             return None
         if self.across_ranks is None:

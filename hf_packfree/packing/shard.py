@@ -31,12 +31,12 @@ class RowShard:
 
     Attributes:
         row: the record of the whole row, the same on all ranks; T is a multiple of W.
-        batch: the record of the caller's batch, [B, S], that the row was made of.
+        batch: the record of the caller's batch, [B, S], from which the row was built.
         rank, world: this rank's number in its group, and W.
-        group: the process group; None: only plans are made, nothing is exchanged.
+        group: the process group; None: the record is only used for plans, without exchanges.
         ways: {operation: how the ranks share it}, see `hf_packfree.ops.op.AcrossRanks`.
-        features: {kind of media: slice}, for the items with placeholders in this shard: which of
-            the items' features belong to this shard's placeholders.
+        features: {kind of media: slice}, which features, of the items with placeholders in this
+            shard, belong to this shard's placeholders.
     """
 
     row: PackedSequence
@@ -78,7 +78,7 @@ class RowShard:
         return self._histories[rank]
 
     def goes_on(self, rank: int) -> bool:
-        """Whether the last document of a rank's shard continues in the next one."""
+        """Whether the last document of a rank's shard continues in the next rank's."""
         return rank + 1 < self.world and self.history(rank + 1) > 0
 
     @cached_property
@@ -131,6 +131,9 @@ def shard_row(
     Returns:
         The record of [1, t], t = ceil(T / world).
 
+    Raises:
+        UnsupportedInput: the row is a tree of shared prefixes.
+
     Examples:
         Documents of three tokens and of five on two ranks; the second document begins on the first
         rank:
@@ -176,10 +179,11 @@ def shard_of(packed: PackedSequence) -> RowShard:
 
 
 def refuse_shard(packed: PackedSequence, what: str) -> None:
-    """Refuse one rank's part of a row, given to what takes documents from their beginning.
+    """Refuse one rank's part of a row in a function that needs whole documents; `what` names the
+    function.
 
     Raises:
-        UnsupportedInput: it is one.
+        UnsupportedInput: `packed` is one rank's part of a row.
     """
     if packed.is_shard:
         raise UnsupportedInput(
@@ -199,9 +203,7 @@ def _without_row(packed: PackedSequence) -> PackedSequence:
 
 
 def with_history(packed: PackedSequence, tokens: int) -> PackedSequence:
-    """Return the record of the row with `tokens` more tokens at the beginning of its first
-    document.
-    """
+    """Return the record of a row whose first document has `tokens` more tokens at its beginning."""
     first, *rest = packed.lengths
     return PackedSequence.from_lengths([tokens + first, *rest], device=packed.seq_idx.device)
 

@@ -1,4 +1,4 @@
-"""Attention over a sharded row: heads are exchanged for tokens, or keys and values are gathered.
+"""Attention over a sharded row: ranks exchange heads, or gather keys and values.
 
 Shapes: T tokens of the whole row, W ranks, t = T / W, H query heads, HK key heads, D head size.
 """
@@ -20,18 +20,18 @@ from hf_packfree.parallel.costs import keys_cost_less
 def attend_by_heads(
     backend: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
-    """Attend with H / W query heads a rank, over all tokens (Jacobs et al., DeepSpeed-Ulysses,
-    arXiv:2309.14509).
+    """Attend with H / W query heads on each rank, over all tokens (Jacobs et al.,
+    DeepSpeed-Ulysses, arXiv:2309.14509).
 
-    Key heads that W does not divide are repeated until each rank has the one that its query heads
-    read.
+    If W does not divide HK, key heads are repeated so that each rank has the key heads that its
+    query heads read.
 
     Args:
         backend: an `AttentionBackend`.
-        q: [1, t, H, D], rotated by positions in the document; W divides H.
+        q: [1, t, H, D], with the rotary embedding of positions in the document; W divides H.
         k, v: [1, t, HK, D].
         packed: the record of the shard.
-        options: of `Backend.run`.
+        options: keywords of `Backend.run`.
 
     Returns:
         [1, t, H, D].
@@ -51,18 +51,18 @@ def attend_by_heads(
 def attend_by_keys(
     backend: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
-    """Attend with this rank's queries to its own keys and those before them, which are gathered;
-    for any number of heads.
+    """Attend with this rank's queries to its own keys, and to earlier keys of its first document,
+    which are gathered; for any number of heads.
 
-    Only the ends of shards are sent that are of documents which go on; but the more of a document
-    is on earlier ranks, the longer this one works.
+    Each rank sends only the end of its shard that other ranks may need. The more tokens of a
+    document are on earlier ranks, the longer this rank takes.
 
-    Args and returns: as of `attend_by_heads`.
+    Args and returns: see `attend_by_heads`.
     """
     shard, heads = shard_of(packed), k.shape[2]
     if not shard.sent:
         return backend.with_history(q, k, v, packed, **options)  # type: ignore[no-any-return]
-    # only what other ranks may need
+    # only the tokens that other ranks may need
     ends = torch.cat([x[0, x.shape[1] - shard.sent :] for x in (k, v)], 1)
     left = send_left_context(ends, shard)()[None]
     k, v = torch.cat([left[:, :, :heads], k], 1), torch.cat([left[:, :, heads:], v], 1)
@@ -73,10 +73,10 @@ def attend_by_keys(
 def attend_by_row(
     backend: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSequence, **options: Any
 ) -> Tensor:
-    """Attend by keys or by heads, whichever takes less time in this row, the same on all ranks:
-    with short documents there are few keys to gather, but still all heads to exchange.
+    """Run `attend_by_keys` or `attend_by_heads`, whichever takes less time in this row; all ranks
+    choose alike. With short documents there are few keys to gather, but all heads to exchange.
 
-    Args and returns: as of `attend_by_heads`.
+    Args and returns: see `attend_by_heads`.
     """
     sizes = q.shape[2], k.shape[2], q.shape[3]
     cheaper = packed.cached(_keys_cost_less, *sizes)

@@ -1,8 +1,8 @@
-"""The convolution over a sharded row: it runs while the tokens before the shard arrive, then once
-more for the first tokens, which read them.
+"""The convolution over a sharded row: it runs on the shard while the tokens before the shard
+arrive, and then again on the shard's first tokens, which read them.
 
-Shapes: t tokens of a shard, h of its first document before it, n at its start that read these, C =
-2 H K + HV V channels.
+Shapes: t tokens of a shard, h tokens of its first document before the shard, n tokens at its start
+that read these h, C = 2 H K + HV V channels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def conv_with_context(
     bias: Tensor | None,
     silu: bool,
 ) -> Tensor:
-    """Convolve a shard as a part of its row; args and returns as of `Backend.run`."""
+    """Return the convolution of a shard as a part of its row; for args and returns, see
+    `Backend.run`.
+    """
 
     def conv(x: Tensor, packed: PackedSequence) -> tuple[Tensor, ...]:
         return (backend.running(packed)(x, weight, packed, bias, silu),)
@@ -42,14 +44,15 @@ def with_context(
     packed: PackedSequence,
     taps: int,
 ) -> tuple[Tensor, ...]:
-    """Return what `conv` would return of a shard's tokens in the whole row.
+    """Return the part of `conv`'s result on the whole row that belongs to a shard's tokens.
 
     Args:
-        conv: takes x [1, t, C] and, as `packed`, its documents, and returns fresh tensors
-            [1, t, ...] that its backward does not need: their first tokens are overwritten.
-        x: [1, t, C], this rank's.
+        conv: takes x [1, t, C] and the keyword `packed`, the record of x, and returns new tensors
+            [1, t, ...] that conv's backward does not need, because their first tokens are
+            overwritten.
+        x: [1, t, C], this rank's tokens.
         packed: the record of the shard.
-        taps: how many tokens an output reads, its own included.
+        taps: how many tokens an output reads, including its own.
     """
     reach, alone = taps - 1, without_row(packed)
     if not (reach and shard_of(packed).is_cut):
@@ -69,8 +72,8 @@ def _one_document(packed: PackedSequence, tokens: int) -> PackedSequence:
 
 
 class _Edges(Function):
-    """A row [1, t, C], its first and its last tokens, whose gradients are added in place: no
-    other tensor as long is made.
+    """Returns a row [1, t, C], and copies of its first and last tokens, whose gradients are added
+    to the row's in place, without another tensor of t tokens.
     """
 
     @staticmethod
@@ -82,15 +85,15 @@ class _Edges(Function):
     def backward(
         ctx: Any, d_x: Tensor, d_first: Tensor, d_last: Tensor
     ) -> tuple[Tensor, None, None]:
-        # fresh from the convolution's backward, read by nothing else
+        # the convolution's backward has just made d_x, and nothing else reads it
         d_x[:, : d_first.shape[1]] += d_first
         d_x[:, -d_last.shape[1] :] += d_last
         return d_x, None, None
 
 
 class _Replaced(Function):
-    """Some tensors [1, t, ...] with other first tokens [1, n, ...], in place, and so are their
-    gradients.
+    """Overwrites the first tokens of tensors [1, t, ...] by others [1, n, ...], in place; the
+    backward splits the gradients in place, too.
     """
 
     @staticmethod
@@ -107,6 +110,7 @@ class _Replaced(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         first = [one[:, : ctx.count].clone() for one in gradients]
         for one in gradients:
-            # of what was replaced; fresh from the delta rule's backward, read by nothing else
+            # the overwritten tokens get no gradient; the delta rule's backward has just made `one`,
+            # and nothing else reads it
             one[:, : ctx.count] = 0
         return *gradients, *first

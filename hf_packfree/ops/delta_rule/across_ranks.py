@@ -1,10 +1,11 @@
 """The gated delta rule over a sharded row, by exchange of heads or of states.
 
-A shard maps the recurrent state before it to the one after it affinely, S' = M S + B, and the
-state's gradient too, dS = M^T dS' + C. So do the segments in which long documents are walked within
-a shard, see `hf_packfree.ops.delta_rule.segments`. Each rank sends [M, B] of its last document once
-forward, and [M, C] of its first once backward, whatever their lengths; nothing where no document is
-on several ranks. M matters only where a shard is inside one document, and is zero elsewhere.
+A shard maps the recurrent state before it to the state after it by an affine map, S' = M S + B, and
+the gradient of the state after it to that of the state before it by dS = M^T dS' + C. Segments of
+long documents within a shard do so too, see `hf_packfree.ops.delta_rule.segments`. In the forward
+pass each rank sends [M, B] of its last document, and in the backward pass [M, C] of its first
+document, whatever the documents' lengths; if no document is on several ranks, ranks send nothing. M
+is needed only if a shard is inside one document; otherwise zeros are sent.
 
 Shapes: T tokens of the whole row, W ranks, t = T / W, N segments of the shard, H key heads, HV
 value heads, K and V their sizes, C = 2 H K + HV V.
@@ -39,8 +40,8 @@ def delta_rule_by_heads(
     packed: PackedSequence,
     qk_l2norm: bool,
 ) -> Tensor:
-    """Run the rule with H / W key heads a rank and the value heads that read them, over all
-    tokens; W divides H. Args and returns as of `delta_rule_by_states`.
+    """Run the delta rule with H / W key heads on each rank, and the value heads that read these,
+    over all tokens; W divides H. For args and returns, see `delta_rule_by_states`.
     """
     shard, sizes = shard_of(packed), (q.shape[3], k.shape[3], v.shape[3])
     parts = [x[0].flatten(1) for x in (q, k, v)]
@@ -54,16 +55,16 @@ def delta_rule_by_heads(
 def exchange_heads(
     parts: Iterable[Tensor], g: Tensor, beta: Tensor, packed: PackedSequence
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all tokens of this rank's heads: what lies side by side [1, T, C / W], g and beta
+    """Return all tokens of this rank's heads: q, k and v concatenated, [1, T, C / W], g and beta
     [1, T, HV / W].
 
     Args:
-        parts: q, k and v [t, H K], [t, H K] and [t, HV V], convolved or not.
+        parts: q, k and v, [t, H K], [t, H K] and [t, HV V], before or after the convolution.
         g, beta: [1, t, HV].
         packed: the record of the shard.
     """
     group = shard_of(packed).group
-    # while what follows is put in order
+    # g and beta are sent while q, k and v are reordered
     sent = send_heads([torch.stack([g[0], beta[0].to(g.dtype)], 2)], group)
     mixed = send_heads(parts, group).receive().flatten(0, 1)
     gates = sent.receive().flatten(0, 1)
@@ -81,11 +82,12 @@ def delta_rule_by_states(
     packed: PackedSequence,
     qk_l2norm: bool,
 ) -> Tensor:
-    """Run the rule on this rank's tokens, for any number of ranks.
+    """Run the delta rule on this rank's tokens, for any number of ranks.
 
     Args:
-        backend: a `DeltaRuleBackend`; here with `scans`.
-        q, k, v, g, beta, qk_l2norm: see `hf_packfree.ops.delta_rule.gated_delta_rule`, of t tokens.
+        backend: a `DeltaRuleBackend` with `scans`.
+        q, k, v, g, beta, qk_l2norm: see `hf_packfree.ops.delta_rule.gated_delta_rule`, for t
+            tokens.
         packed: the record of the shard.
 
     Returns:
@@ -98,13 +100,17 @@ def delta_rule_by_states(
 
 
 def _parallel_segments(v: Tensor, backend: Any) -> int:
-    """Return how many segments the device scans in parallel; 0: documents are scanned whole."""
+    """Return how many segments the device scans in parallel; 0 if documents are not cut into
+    segments.
+    """
     cuts = backend.long is not None and backend.long.takes(v.device, {})
     return parallel_segments(v, v.shape[2]) if cuts else 0
 
 
 def _segments(packed: PackedSequence, parallel: int) -> Segments:
-    """Return a shard's documents in segments: long ones cut, as on one device, or each in one."""
+    """Return the segments of a shard's documents: long documents are cut as on one device; with
+    `parallel` 0, or no long documents, each document is one segment.
+    """
     shard = shard_of(packed)
     found = plan_segments(packed, parallel) if parallel else None
     found = found or Segments.of(packed, [[length] for length in packed.lengths])
@@ -112,8 +118,8 @@ def _segments(packed: PackedSequence, parallel: int) -> Segments:
 
 
 class _Rule(Function):
-    """One exchange forward and one backward, in which every rank takes part; documents that need
-    none are scanned meanwhile.
+    """The delta rule with one exchange in forward and one in backward, in which every rank takes
+    part; documents that do not wait for the exchange are scanned meanwhile.
     """
 
     @staticmethod
@@ -160,7 +166,7 @@ class _Rule(Function):
             before = fold(transition, addend, before, segments.firsts)
         outs.append(scans.walk(late.of(saved), before[late.documents], late.segments)[:1])
         if sent is not None and not waits:
-            # for the sake of its memory alone
+            # keeps the exchange's tensors alive until it is done; the result is not needed
             sent.wait()
         ctx.save_for_backward(
             *saved, inside, *(transition, before) if segments.are_cut(packed) else (None, state)
@@ -219,17 +225,16 @@ class _Turn(NamedTuple):
     segments: Segments
 
     def of(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return their part of what `Scans.prepare` returns."""
+        """Return the part for these documents of the tensors that `Scans.prepare` returns."""
         return tuple(x[:, self.tokens] for x in tensors)
 
 
 def _turns(packed: PackedSequence, segments: Segments, waiting: int | None) -> list[_Turn]:
-    """Return the documents grouped into calls; in the last one is the document, 0 or -1, that waits
-    for its state from another rank.
+    """Return the documents grouped into calls. The last call has the document, number 0 or -1, that
+    waits for its state from another rank; None: no document waits.
 
-    On a GPU there is one turn, whoever waits: documents are walked side by side there, so that two
-    turns would take up to twice the time of one, and joining what they return more than the
-    exchange.
+    On a GPU there is always one call: a GPU scans documents in parallel, so that two calls would
+    take up to twice as long as one, and joining their results longer than the exchange.
     """
     count = packed.num_segments
     if waiting is None or count == 1 or packed.seq_idx.is_cuda or segments.are_cut(packed):
@@ -255,7 +260,7 @@ def _walk_back(
     d_out: Tensor,
     d_after: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs at a turn's tokens."""
+    """Return the gradients of the inputs at the tokens of one call."""
     before, d_after = before[turn.documents], d_after[turn.documents]
     return scans.walk_back(turn.of(saved), before, d_out[:, turn.tokens], d_after, turn.segments)[
         :-1
@@ -263,14 +268,14 @@ def _walk_back(
 
 
 def _joined(turns: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-    """Concatenate what turns found along the tokens."""
+    """Return the results of several calls, concatenated along the tokens."""
     return [
         parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*turns, strict=True)
     ]
 
 
 def _states(state: Tensor, packed: PackedSequence, document: int) -> Tensor:
-    """Return [N, HV, K, V]: the state of one document, and zero of all others."""
+    """Return states [N, HV, K, V]: `state` for one document, zero for all others."""
     states = state.new_zeros(packed.num_segments, *state.shape)
     states[document] = state
     return states
@@ -279,12 +284,12 @@ def _states(state: Tensor, packed: PackedSequence, document: int) -> Tensor:
 def _through(
     transition: Tensor | None, addend: Tensor, packed: PackedSequence, *, reverse: bool = False
 ) -> Tensor:
-    """Return the final state of one document's segments from an initial state of zero, or in
-    reverse the initial state's gradient from a final one of zero, [HV, K, V].
+    """Return the final state [HV, K, V] of one document's segments from an initial state of zero;
+    in reverse, the gradient of the initial state from a gradient of zero of the final state.
     """
     if transition is None or len(addend) == 1:
         return addend[0]
-    # one more segment, which begins with what these leave
+    # the state at the start of one more segment is the final state of these
     more = (0, 0) * 3 + ((1, 0) if reverse else (0, 1))
     transition, addend = F.pad(transition, more), F.pad(addend, more)
     found = fold(
@@ -294,8 +299,8 @@ def _through(
 
 
 def _product(transition: Tensor, packed: PackedSequence) -> Tensor:
-    """Return the transition of all segments of one document, [HV, K, K]: the first one's is what
-    the others begin with.
+    """Return the transition [HV, K, K] of all segments of one document: the first segment's
+    transition, passed through the other segments like a state.
     """
     addend = torch.zeros_like(transition)
     addend[0] = transition[0]
@@ -303,13 +308,13 @@ def _product(transition: Tensor, packed: PackedSequence) -> Tensor:
 
 
 def _send(transition: Tensor, addend: Tensor, packed: PackedSequence) -> Pending:
-    """Start to give all ranks what a shard does to a state, or to the gradient of one."""
+    """Start to send all ranks the affine map of a shard, for states or for their gradients."""
     return start_gather(torch.cat([transition, addend], -1), shard_of(packed).group)
 
 
 def _along(sent: Pending, ranks: slice, packed: PackedSequence, *, reverse: bool = False) -> Tensor:
-    """Return the states that the shards of these ranks begin with, or in reverse end with, once
-    all ranks have sent theirs.
+    """Wait for the affine maps of all ranks, and return the states at the start of the shards of
+    `ranks`; in reverse, the gradients of the states at their ends.
     """
     everyones = sent.wait()[ranks]
     size = everyones.shape[2]
