@@ -23,6 +23,20 @@ BUFFERS = {
     dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)
 }
 DEVICE, STREAM = 3, "the stream of device 3"
+
+
+def _language() -> list[tuple[Any, dict[str, Any]]]:
+    """Return what Triton's language is made of, with all members; nothing without Triton."""
+    try:
+        from triton import language
+    except ImportError:
+        return []
+    owners = language, language.core, language.math, language.tensor
+    return [(owner, dict(vars(owner))) for owner in owners]
+
+
+# before any kernel runs in the interpreter
+LANGUAGE = _language()
 X = BUFFERS[torch.float32]
 
 
@@ -114,7 +128,18 @@ class Kernel:
 
 
 @pytest.fixture
-def anew(driver: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def language(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The language that Triton compiles: where an interpreted kernel calls a function of Triton's
+    own, such as `tl.sum`, the interpreter leaves its members behind in `triton.language.core`.
+    """
+    for owner, members in LANGUAGE:
+        for name, member in members.items():
+            if vars(owner).get(name) is not member:
+                monkeypatch.setattr(owner, name, member)
+
+
+@pytest.fixture
+def anew(driver: None, language: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing was launched before, and the installed release is looked up again."""
     monkeypatch.setattr(module, "_compiled", {})
     module.is_known.cache_clear()
