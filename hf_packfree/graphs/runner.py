@@ -26,6 +26,10 @@ LONGEST = 8192
 """
 SEEN = 2
 """The number of rows of a bucket with which its graph is captured."""
+LENGTHS = 2
+"""Rows of so many lengths have graphs with hardly any padding; of rows of more lengths, each such
+graph would be one more capture, for rows that its bucket's graph runs too.
+"""
 CHANGES = 16
 """How often settings may change; and once more for every this many replays."""
 MOST = 24
@@ -66,6 +70,7 @@ class Runner:
     replayed: int = 0
     output: Any = None
     _seen: Counter[Any] = field(default_factory=Counter)
+    _lengths: set[int] = field(default_factory=set)
     _given_up: dict[Any, str] = field(default_factory=dict)
     _settings: Settings | None = None
     _why_not: str | None = None
@@ -150,9 +155,14 @@ class Runner:
         if packed.tree is not None:
             return key
         own = bucket_of(packed, finest=True), kind
+        if own == key:
+            return key
+        self._lengths.add(own[0].tokens)
+        if len(self._lengths) > LENGTHS:
+            return key
         if self._seen[own]:
             return own
-        self._seen[own] += own != key
+        self._seen[own] += 1
         return key
 
     def _not_now(self, key: Any) -> str | None:

@@ -143,6 +143,47 @@ def test_rows_of_one_length_have_a_graph_with_hardly_any_padding(model, rows, ca
     assert of(model).replayed == len(rows) - 1
 
 
+class Counting(runner.Runner):
+    """Counts captures and replays of rows that nothing computes."""
+
+    def _capture(self, key, layers, inputs, row):
+        # the longest row sizes the memory
+        if all(other[0].tokens < key[0].tokens for other in self.graphs):
+            self.graphs.clear()
+        self._captures += 1
+        self.graphs[key] = None
+
+    def _run(self, key, inputs, row, packed):
+        return inputs[0]
+
+    def take(self, tokens):
+        packed, row = PackedSequence.from_lengths([tokens]), torch.empty(1, tokens)
+        found = self._replay(None, lambda: row[..., None], row, packed)
+        self.replayed += isinstance(found, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        # as a loader sorts them, or a curriculum does
+        range(512, 4097, 5),
+        # each comes twice, as where two forward passes read a batch, and never again
+        [
+            4097 + 256 * (n * 11 % 16) + 16 * turn
+            for turn in range(16)
+            for n in range(16)
+            for _ in "ab"
+        ],
+    ],
+    ids=["longer and longer", "in pairs"],
+)
+def test_graphs_of_one_length_do_not_use_up_the_captures(rows):
+    counting = Counting(lambda: None)
+    for tokens in rows:
+        counting.take(tokens)
+    assert counting.replayed >= 0.9 * len(rows)
+
+
 def test_offsets_of_the_row_before_would_be_seen(model, monkeypatch):
     """The control: the row's own tokens on the record that the graph was captured with."""
     monkeypatch.setattr(captured_sequence.CapturedSequence, "become", lambda self, packed: None)
