@@ -157,6 +157,21 @@ def test_a_filter_of_one_tap_reads_no_tokens_before_a_shard():
     assert torch.allclose(found, wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("expanded", [False, True])
+def test_a_gradient_that_others_read_too_stays_as_it_is(expanded):
+    """As of a mixer that adds its convolution's input to the result."""
+    x, weight, *_, packed = given_to("state", 1, 3, [10, 5, 9])[:5]
+    residual = torch.zeros_like(x).requires_grad_()
+    gradient = torch.ones(1, 1, 1).expand(x.shape) if expanded else torch.rand(x.shape)
+    given = gradient.clone()
+    with exchanging(Alone(1, 3)):
+        out = convolution.causal_conv1d(x, weight, packed) + residual
+        out.backward(gradient)
+        q, *_ = convolution.qkv_conv(x, weight, packed, HEADS, SIZES)
+        q.backward(gradient[..., :12].unflatten(-1, (3, 4)))
+    assert torch.equal(residual.grad, given) and torch.equal(gradient, given)
+
+
 def test_gates_travel_while_what_is_convolved_is_put_in_order():
     forward, backward = events_of("heads", [10, 5, 9], 1)
     assert forward == ["sent", "sent", "came", "came", ("conv", 24), "sent", "came"]

@@ -43,6 +43,8 @@ def with_context(
     x: Tensor,
     packed: PackedSequence,
     taps: int,
+    *,
+    in_place: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the part of `conv`'s result on the whole row that belongs to a shard's tokens.
 
@@ -53,6 +55,8 @@ def with_context(
         x: [1, t, C], this rank's tokens.
         packed: the record of the shard.
         taps: how many tokens an output reads, including its own.
+        in_place: whether nothing else reads the gradients of the result, as where the delta rule's
+            backward has just made them: then no copies of them are made.
     """
     reach, alone = taps - 1, without_row(packed)
     if not (reach and shard_of(packed).is_cut):
@@ -64,7 +68,7 @@ def with_context(
     left = receive()
     longer = packed.cached(_one_document, len(left) + count)
     again = conv(cat([left, first[0]])[None], packed=longer)
-    return _Replaced.apply(*found, *(part[:, len(left) :] for part in again))  # type: ignore[no-any-return]
+    return _Replaced.apply(in_place, *found, *(part[:, len(left) :] for part in again))  # type: ignore[no-any-return]
 
 
 def _one_document(packed: PackedSequence, tokens: int) -> PackedSequence:
@@ -93,12 +97,12 @@ class _Edges(Function):
 
 class _Replaced(Function):
     """Overwrites the first tokens of tensors [1, t, ...] by others [1, n, ...], in place; the
-    backward splits the gradients in place, too.
+    backward splits the gradients, in place too if `in_place`.
     """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.half = len(tensors) // 2
+    def forward(ctx: Any, in_place: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.in_place, ctx.half = in_place, len(tensors) // 2
         whole, first = tensors[: ctx.half], tensors[ctx.half :]
         for one, new in zip(whole, first, strict=True):
             one[:, : new.shape[1]] = new
@@ -107,10 +111,11 @@ class _Replaced(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         first = [one[:, : ctx.count].clone() for one in gradients]
+        if not ctx.in_place:
+            gradients = tuple(one.clone() for one in gradients)
         for one in gradients:
-            # the overwritten tokens get no gradient; the delta rule's backward has just made `one`,
-            # and nothing else reads it
+            # the overwritten tokens get no gradient
             one[:, : ctx.count] = 0
-        return *gradients, *first
+        return None, *gradients, *first
