@@ -17,6 +17,7 @@ from hf_packfree.ops import conv as convolution
 from hf_packfree.ops.conv import torch_native
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
+from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel
 from tests.benchmarks.exchanges import Alone, exchanging
@@ -170,6 +171,14 @@ def test_a_gradient_that_others_read_too_stays_as_it_is(expanded):
         q, *_ = convolution.qkv_conv(x, weight, packed, HEADS, SIZES)
         q.backward(gradient[..., :12].unflatten(-1, (3, 4)))
     assert torch.equal(residual.grad, given) and torch.equal(gradient, given)
+
+
+@pytest.mark.parametrize("way", DELTA_RULE.across_ranks.ways)
+def test_values_keep_their_dtype(way):
+    _, _, g, beta, packed, *_ = given_to(way, 1, 3, [10, 5, 9])
+    q, k, v = torch.randn(3, *g.shape, 4)
+    with exchanging(Alone(1, 3)):
+        assert gated_delta_rule(q, k, v.bfloat16(), g, beta, packed).dtype == torch.bfloat16
 
 
 def test_gates_travel_while_what_is_convolved_is_put_in_order():

@@ -47,7 +47,11 @@ def delta_rule_by_heads(
     parts = [x[0].flatten(1) for x in (q, k, v)]
     mixed, g, beta = exchange_heads(parts, g, beta, packed)
     shares = mixed.split([part.shape[1] // shard.world for part in parts], -1)
-    heads = (x.unflatten(-1, (-1, size)) for x, size in zip(shares, sizes, strict=True))
+    # side by side they had one dtype, the widest of the three
+    heads = (
+        share.unflatten(-1, (-1, size)).to(x.dtype)
+        for share, size, x in zip(shares, sizes, (q, k, v), strict=True)
+    )
     out = backend.running(shard.row)(*heads, g, beta, shard.row, qk_l2norm)
     return heads_to_tokens(out[0], shard.group)[None]
 
