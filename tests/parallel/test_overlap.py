@@ -13,11 +13,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_packfree import PackedSequence, apply_patches
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.ops import conv as convolution
 from hf_packfree.ops.conv import torch_native
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
-from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.ops.delta_rule import gated_delta_rule, gated_delta_rule_with_states
 from hf_packfree.packing import shard_row
 from hf_packfree.parallel import ContextParallel
 from tests.benchmarks.exchanges import Alone, exchanging
@@ -179,6 +180,14 @@ def test_values_keep_their_dtype(way):
     q, k, v = torch.randn(3, *g.shape, 4)
     with exchanging(Alone(1, 3)):
         assert gated_delta_rule(q, k, v.bfloat16(), g, beta, packed).dtype == torch.bfloat16
+
+
+def test_states_of_a_part_of_a_row_are_refused():
+    """Its first document began before it, with a state that nobody gave."""
+    _, _, g, beta, packed, *_ = given_to("state", 1, 3, [10, 5, 9])
+    q, k, v = torch.randn(3, *g.shape, 4)
+    with pytest.raises(UnsupportedInput, match="rank's part of a row given to the delta rule with"):
+        gated_delta_rule_with_states(q, k, v, g, beta, packed)
 
 
 def test_gates_travel_while_what_is_convolved_is_put_in_order():

@@ -27,7 +27,7 @@ from hf_packfree.ops.delta_rule.segments import Scans
 from hf_packfree.ops.in_graph import is_operator, operator
 from hf_packfree.ops.op import AcrossRanks, Op, Way
 from hf_packfree.ops.tree_paths import delta_rule_along_paths
-from hf_packfree.packing import PackedSequence
+from hf_packfree.packing import PackedSequence, refuse_shard
 from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.parallel.costs import cheaper_for_gdn
 
@@ -218,8 +218,10 @@ def gated_delta_rule_with_states(
 
     Raises:
         BackendUnavailable: no backend has that name.
+        UnsupportedInput: the row is a tree, or one rank's part of a row.
     """
     refuse_tree(packed, "where every segment begins with a state of its own")
+    refuse_shard(packed, "the delta rule with states")
     run: Any = OP.backend(backend).with_states
     if initial_state is None:
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
