@@ -8,14 +8,12 @@ the convolution even channel by channel: one exchange around the two is enough.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, cat
 
 from hf_packfree.ops.conv import OP as CONV
 from hf_packfree.ops.conv import qkv_conv
-from hf_packfree.ops.conv.across_ranks import with_context
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.ops.delta_rule import gated_delta_rule
 from hf_packfree.ops.delta_rule.across_ranks import exchange_heads
@@ -59,20 +57,19 @@ def conv_delta_rule(
         options = {"activation": activation, "conv": conv, "delta_rule": delta_rule}
         return _by_heads(x, weight, g, beta, packed, heads, sizes, bias, **options)
     in_conv = CONV.backend(conv).qkv_conv is not None
-    convolve = partial(
-        qkv_conv,
-        weight=weight,
-        heads=heads,
-        sizes=sizes,
+    q, k, v = qkv_conv(
+        x,
+        weight,
+        packed,
+        heads,
+        sizes,
         bias=bias,
         activation=activation,
         qk_l2norm=in_conv,
+        # the delta rule's backward pass makes these gradients anew
+        in_place=True,
         backend=conv,
     )
-    if packed.is_shard:
-        q, k, v = with_context(convolve, x, packed, weight.shape[-1], in_place=True)
-    else:
-        q, k, v = convolve(x, packed=packed)
     return gated_delta_rule(
         q,
         k,

@@ -126,6 +126,7 @@ def qkv_conv(
     bias: Tensor | None = None,
     activation: str | None = "silu",
     qk_l2norm: bool = False,
+    in_place: bool = False,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convolve q, k and v, which lie side by side, and split them into heads.
@@ -136,6 +137,8 @@ def qkv_conv(
         heads, sizes: (H, HV) and (K, V).
         qk_l2norm: divide the heads of q and k by their L2 norms, x * rsqrt(sum(x^2) + 1e-6);
             backends with a `qkv_conv` do it in the same pass.
+        in_place: where ranks share the row, whether the backward pass may change the gradients of
+            q, k and v, which nothing else reads.
 
     Returns:
         q, k [1, T, H, K] and v [1, T, HV, V], in x's dtype.
@@ -155,7 +158,9 @@ def qkv_conv(
             backend=backend,
         )
         if packed.is_shard:
-            q, k, v = across_ranks.with_context(convolve, x, packed, weight.shape[-1])
+            q, k, v = across_ranks.with_context(
+                convolve, x, packed, weight.shape[-1], in_place=in_place
+            )
             return q, k, v
         return convolve_along_paths(x, packed, weight.shape[-1], convolve)  # type: ignore[no-any-return]
     in_one_pass = OP.backend(backend).qkv_conv
