@@ -70,20 +70,48 @@ class Call:
         return self.module.config.get_text_config()
 
     @property
+    def input_ids(self) -> Any:
+        """Integers [B, S], or None."""
+        return self.get("input_ids")
+
+    @property
+    def inputs_embeds(self) -> Any:
+        """[B, S, D], or None."""
+        return self.get("inputs_embeds")
+
+    @property
+    def attention_mask(self) -> Any:
+        """A tensor, a dict of tensors by kinds of layers, or what else upstream takes; or None."""
+        return self.get("attention_mask")
+
+    @property
+    def position_ids(self) -> Any:
+        """Integers [B, S], or a stack [3 or 4, B, S] of a model with media; or None."""
+        return self.get("position_ids")
+
+    @property
+    def labels(self) -> Any:
+        """Integers [B, S], the tokens that are to be predicted, at their own places; or None."""
+        return self.get("labels")
+
+    @property
+    def shift_labels(self) -> Any:
+        """Integers [B, S], each token's next one, or the label that means no loss; or None."""
+        return self.get("shift_labels")
+
+    @property
     def batch(self) -> Batch:
         """The tokens: ids, or else embeddings."""
-        ids = self.get("input_ids")
-        if ids is None:
-            return Batch(self.arguments["inputs_embeds"])
-        return Batch(ids, getattr(self.config, "pad_token_id", None))
+        if self.input_ids is None:
+            return Batch(self.inputs_embeds)
+        return Batch(self.input_ids, getattr(self.config, "pad_token_id", None))
 
     @property
     def has_batch(self) -> bool:
         """Whether the call has tokens, as ids or as embeddings; otherwise upstream raises its own
         error.
         """
-        both = (self.get(name) for name in ("input_ids", "inputs_embeds"))
-        given = [tokens for tokens in both if tokens is not None]
+        given = [x for x in (self.input_ids, self.inputs_embeds) if x is not None]
         return len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim >= 2
 
     @property
@@ -114,7 +142,7 @@ class Call:
         """Whether `generate()` may have made the call: in evaluation, without labels, for the
         logits of some tokens only.
         """
-        asked = not self.wants_all_logits and self.get("labels") is None
+        asked = not self.wants_all_logits and self.labels is None
         return asked and not self.module.training
 
 

@@ -52,7 +52,7 @@ class SequenceHead(_Classifier):
     endings = ("ForSequenceClassification",)
 
     def _reads_padding(self, real: Tensor, call: Call) -> bool:
-        pad, ids = self.config.get_text_config().pad_token_id, call.get("input_ids")
+        pad, ids = self.config.get_text_config().pad_token_id, call.input_ids
         # upstream then reads the last token of every row
         if pad is None or ids is None:
             return not bool(real[:, -1].all())
@@ -66,7 +66,7 @@ class TokenHead(_Classifier):
     endings = ("ForTokenClassification",)
 
     def _reads_padding(self, real: Tensor, call: Call) -> bool:
-        labels = call.get("labels")
+        labels = call.labels
         # upstream raises its own error
         if labels is None or labels.numel() != real.numel():
             return labels is not None

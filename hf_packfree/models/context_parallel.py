@@ -237,7 +237,7 @@ def _check_media(call: Call) -> None:
             f"found {made[0]} under context parallelism, made for the media of the whole row; "
             "wanted pixels and audio features, of which each rank takes its own; leave it out"
         )
-    if call.has_media and call.get("input_ids") is None:
+    if call.has_media and call.input_ids is None:
         raise UnsupportedInput(
             "found media with inputs_embeds under context parallelism; wanted input_ids, whose "
             "placeholders say which rank computes what; pass input_ids"

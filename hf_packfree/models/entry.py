@@ -48,7 +48,7 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
     """
     arguments, module = dict(call.arguments), call.module
     found = arguments.pop("packed_sequence", UNREAD)
-    positions, mask = call.get("position_ids"), call.get("attention_mask")
+    positions, mask = call.position_ids, call.attention_mask
     inputs = PackingInputs.from_kwargs(arguments, position_ids=positions, attention_mask=mask)
     tree = isinstance(found, PackedSequence) and (found.tree is not None or bool(inputs.tree))
     if tree:
@@ -97,17 +97,13 @@ def _runs_here(call: Call) -> bool:
     Upstream builds a cache by default outside training. No loss needs a cache, and where rows of
     one document run in the patched layers only `use_cache=True` builds one.
     """
-    positions, config = call.get("position_ids"), call.config
-    if call.has_media and (
-        call.get("input_ids") is None if positions is None else is_text(positions)
-    ):
+    positions, config = call.position_ids, call.config
+    if call.has_media and (call.input_ids is None if positions is None else is_text(positions)):
         return False
     use_cache, wants_weights = call.get("use_cache"), call.get("output_attentions")
     if use_cache is None:
         needless = (
-            call.module.training
-            or call.get("labels") is not None
-            or state_of(call.module).runs_unpacked
+            call.module.training or call.labels is not None or state_of(call.module).runs_unpacked
         )
         use_cache = not needless and getattr(config, "use_cache", False)
     if call.cache is not None or use_cache:
@@ -144,7 +140,7 @@ def read_call(
             `row_adapters`.
     """
     batch, cache = call.batch, call.cache
-    refuse_prompts_from_above(call.get("inputs_embeds"))
+    refuse_prompts_from_above(call.inputs_embeds)
     rows, tokens = batch.shape
     seen = compat.tokens_seen(cache)
     if seen and tokens == 1 and not inputs.named:

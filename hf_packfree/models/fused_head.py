@@ -116,7 +116,7 @@ def run_fused_head(call: Call, upstream: Any, run: Run) -> Any:
     fused = fused_head_of(head)
     if fused is None or not _is_ours(call):
         # without `shift_labels`, TRL's forward shifts the labels itself
-        if has_tree(call.arguments) and call.get("shift_labels") is None:
+        if has_tree(call.arguments) and call.shift_labels is None:
             refuse_unshifted(call)
         return vars(head)[FORWARD_BEFORE.name](**call.arguments, fused_lm_head=True)
     if state_of(head).context_parallel is not None:
@@ -125,10 +125,10 @@ def run_fused_head(call: Call, upstream: Any, run: Run) -> Any:
             "trainer that calls the model with labels alone; train with transformers' Trainer, or "
             "without context parallelism"
         )
-    shifted = call.get("shift_labels")
+    shifted = call.shift_labels
     forward = _Forward(head, upstream, fused.question)
     more: dict[str, Any] = {"use_cache": False, "return_dict": True}
-    if call.get("labels") is None:
+    if call.labels is None:
         more["labels"] = shifted
     # vision-language models read this option only from the arguments
     if getattr(call.config, "output_router_logits", False):

@@ -137,7 +137,7 @@ class PackedHead(Head, metaclass=HeadType):
         """
         if packed.tree is not None:
             refuse_unshifted(call)
-        if call.get("labels") is None:
+        if call.labels is None:
             return packed, {}
         ignored, kept = call.get("ignore_index", IGNORED), None
         if call.wants_all_logits:
@@ -219,7 +219,7 @@ def _goes_on_from_padding(call: Call) -> bool:
     """True if the caller wants only the last logit and some row ends in padding: generation from
     right-padded prompts.
     """
-    mask, kept = call.get("attention_mask"), call.get("logits_to_keep")
+    mask, kept = call.attention_mask, call.get("logits_to_keep")
     last = mask[:, -1] if isinstance(mask, Tensor) and mask.ndim == 2 else None
     return last is not None and isinstance(kept, int) and kept == 1 and not bool(last.all())
 
@@ -245,14 +245,12 @@ def at_least_one(items: Any) -> Any:
 def _row_arguments(call: Call, packed: PackedSequence) -> dict[str, Any]:
     """Return upstream's arguments for the row; the mask, if any, is for the experts' statistics."""
     # the vision-language model computes the positions
-    numbered_inside = call.has_media and call.get("position_ids") is None
+    numbered_inside = call.has_media and call.position_ids is None
     return row_of_each(call.arguments, packed) | {
         "attention_mask": packed.is_real().long()
         if packed.padding_segments and packed.num_real_tokens
         else None,
-        "position_ids": None
-        if numbered_inside
-        else row_positions(call.get("position_ids"), packed),
+        "position_ids": None if numbered_inside else row_positions(call.position_ids, packed),
         "use_cache": False,
         "packed_sequence": packed,
         "return_dict": True,

@@ -35,7 +35,7 @@ def shifted_labels(call: Call, packed: PackedSequence, shape: torch.Size) -> Ten
     """
     if packed.num_documents == 0:
         return torch.full(shape, call.get("ignore_index", IGNORED), device=packed.seq_idx.device)
-    name = "labels" if call.get("shift_labels") is None else "shift_labels"
+    name = "labels" if call.shift_labels is None else "shift_labels"
     given = call.arguments[name]
     found = tuple(given.shape) if isinstance(given, Tensor) else f"type {type(given).__name__}"
     if found not in (tuple(shape), (shape.numel(),)):
@@ -130,7 +130,7 @@ def kept_targets(call: Call, packed: PackedSequence, ignored: int) -> dict[str, 
     nothing = kept_tokens(repad(_nothing_of(packed), packed), call.arguments["logits_to_keep"]).to(
         targets.device
     )
-    if call.get("shift_labels") is None:
+    if call.shift_labels is None:
         nothing = nothing | F.pad(number.diff() != 0, (0, 1), value=False)
     return _for_the_loss(targets.masked_fill(nothing | (number == 0), ignored), ignored)
 

@@ -49,19 +49,19 @@ class PackedTrunk(Replacement):
         # mask
         masked = (
             isinstance(call.get("packed_sequence"), PackedSequence)
-            or call.get("attention_mask") is not None
+            or call.attention_mask is not None
         )
         call = enter(call)
         packed = call.packed
         check_sharded(self, packed)
-        call = call.having(position_ids=positions_for(self, call.get("position_ids")))
+        call = call.having(position_ids=positions_for(self, call.position_ids))
         del call.arguments["packed_sequence"]
         if self.training:
             for observe in state_of(self).observers:
                 observe(
                     packed,
                     packed.batch_shape if packed is not None else call.batch.shape,
-                    call.get("attention_mask"),
+                    call.attention_mask,
                 )
         if packed is not None:
             _check_packed_call(call, packed)

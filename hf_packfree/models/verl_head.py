@@ -118,10 +118,10 @@ def _next_tokens(call: Call) -> Tensor:
     """Return verl's targets [B, S], `torch.roll(input_ids, -1)`: the last token of a row predicts
     its first.
     """
-    if call.get("shift_labels") is not None:
-        shifted: Tensor = call.get("shift_labels")
+    if call.shift_labels is not None:
+        shifted: Tensor = call.shift_labels
         return shifted
-    tokens: Tensor = call.get("input_ids" if call.get("labels") is None else "labels")
+    tokens: Tensor = call.input_ids if call.labels is None else call.labels
     return tokens.roll(-1, -1)
 
 

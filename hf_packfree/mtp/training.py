@@ -238,7 +238,7 @@ def _record_of(call: Call) -> PackedSequence | None:
     """Return the record of a batch that upstream's layers ran, with its real tokens as one row;
     None for a call with a cache.
     """
-    inputs = PackingInputs(attention_mask=call.get("attention_mask"))
+    inputs = PackingInputs(attention_mask=call.attention_mask)
     return read_call(call, inputs, drop_padding=True, unpacked=True)
 
 
