@@ -163,13 +163,36 @@ def classes_of(upstream: Any, home: str, *halves: _Half) -> dict[str, _Half]:
     an ending of one of the halves. The longest ending decides; if several halves have that ending,
     the last of these halves.
     """
-    own = (
-        name
-        for name, cls in vars(upstream).items()
-        if isclass(cls) and cls.__module__ == upstream.__name__
+    chosen = {
+        cls: half_for(name, halves)
+        for name, cls in _defined_in(upstream).items()
+        if not name.endswith("PreTrainedModel")
+    }
+    return put_in_front(upstream, home, {cls: half for cls, half in chosen.items() if half})
+
+
+def _defined_in(upstream: Any) -> dict[str, type[nn.Module]]:
+    """Return {name: class} for the modules' classes that the modeling module `upstream` defines,
+    also where the name there is another class at present, as with Liger's.
+    """
+    found: dict[str, type[nn.Module]] = {}
+    left, seen = [nn.Module], set[type[nn.Module]]()
+    while left:
+        subclasses = {*left.pop().__subclasses__()} - seen
+        seen |= subclasses
+        left += subclasses
+        found |= {cls.__name__: cls for cls in subclasses if _is_of(upstream, cls)}
+    # of a module that was imported twice, the classes that it has now
+    return found | {name: cls for name, cls in vars(upstream).items() if _is_of(upstream, cls)}
+
+
+def _is_of(upstream: Any, cls: Any) -> bool:
+    return (
+        isclass(cls)
+        and issubclass(cls, nn.Module)
+        and cls.__module__ == upstream.__name__
+        and not issubclass(cls, Replacement)
     )
-    named = {name: half_for(name, halves) for name in own if not name.endswith("PreTrainedModel")}
-    return put_in_front(upstream, home, {name: half for name, half in named.items() if half})
 
 
 def half_for(name: str, halves: Iterable[_Half]) -> _Half | None:
@@ -181,18 +204,20 @@ def half_for(name: str, halves: Iterable[_Half]) -> _Half | None:
     return by_ending.get(max(fitting, key=len, default=""))
 
 
-def put_in_front(upstream: Any, home: str, halves: Mapping[str, _Half]) -> dict[str, _Half]:
+def put_in_front(
+    upstream: Any, home: str, halves: Mapping[type[nn.Module], _Half]
+) -> dict[str, _Half]:
     """Return {name: our class} for classes of the modeling module `upstream`, each a subclass of a
     half and upstream's class.
 
     Args:
         home: where pickling finds our classes: see `replacements`.
-        halves: {name of upstream's class: half}.
+        halves: {upstream's class: half}.
     """
     made: dict[str, _Half] = {}
-    for name, half in halves.items():
+    for cls, half in halves.items():
         fields = {"__module__": home, "__doc__": half.__doc__}
-        made[name] = stands_for(upstream)(type(name, (half, getattr(upstream, name)), fields))
+        made[cls.__name__] = stands_for(upstream)(type(cls.__name__, (half, cls), fields))
     return made
 
 

@@ -272,4 +272,5 @@ def heads_of(upstream: Any, home: str, *more: type[Head]) -> dict[str, Any]:
         if getattr(each, "__module__", None) == upstream.__name__
     ]
     names = [name for name in known if "For" in name]
-    return put_in_front(upstream, home, {name: half_for(name, kinds) or SpanHead for name in names})
+    heads = {getattr(upstream, name): half_for(name, kinds) or SpanHead for name in names}
+    return put_in_front(upstream, home, heads)

@@ -58,7 +58,9 @@ CLASSES = classes_of(
     PackedAudioAttention,
 )
 HEADS: dict[str, Any] = put_in_front(
-    upstream, __name__, {_HEAD: ThinkerHead if compat.THINKER_HOLDS_TOWERS else PackedHead}
+    upstream,
+    __name__,
+    {getattr(upstream, _HEAD): ThinkerHead if compat.THINKER_HOLDS_TOWERS else PackedHead},
 )
 if compat.THINKER_HOLDS_TOWERS:
     keep_record_from_towers(HEADS[_HEAD])

@@ -5,6 +5,7 @@ hold.
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.bench import measure
-from hf_packfree.models import gated_mlp
+from hf_packfree.models import from_upstream, gated_mlp
 from hf_packfree.models.gated_mlp import GatedMLP
 from hf_packfree.patching.registry import FAMILIES
 from tests.input_formats import row_batch
@@ -255,3 +256,17 @@ def test_copies_and_transforms_are_as_upstreams():
     )
     assert isinstance(ours, GatedMLP) and torch.equal(found, wanted)
     assert gradients(model) == {}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family for family in FAMILIES if family.mlp is not None and family.made_from_upstream],
+    ids=lambda family: family.name,
+)
+def test_it_is_found_where_liger_has_put_its_class_in_upstreams_module(family, monkeypatch):
+    upstream = import_module(family.upstream)
+    before = getattr(upstream, family.mlp)
+    monkeypatch.setattr(upstream, family.mlp, type("LigerSwiGLUMLP", (nn.Module,), {}))
+    # as in the first call of `apply_patches` in a process
+    ours = from_upstream.replacements.__wrapped__(family.upstream)
+    assert ours[family.mlp].__bases__ == (GatedMLP, before)
