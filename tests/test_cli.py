@@ -234,6 +234,20 @@ def test_verify_json(capsys):
     assert found["patched"]["gradients"] < 1e-4 and found["patched"]["cross_gradient"] == 0.0
 
 
+@pytest.mark.parametrize("more", [(), ("--verbose",)])
+def test_what_libraries_print_is_not_in_the_json(capsys, monkeypatch, more):
+    measure = hf_packfree.verify.verify_packing
+
+    def printing(*args, **options):
+        print("TileLang begins to compile")
+        return measure(*args, **options)
+
+    monkeypatch.setattr(hf_packfree.verify, "verify_packing", printing)
+    code, out, err = run(capsys, "verify", "qwen3_5", "--json", *more, *FAST)
+    assert code == 0 and json.loads(out)["failures"] == []
+    assert "TileLang begins to compile" in err
+
+
 @pytest.fixture
 def leaking(monkeypatch):
     """Models are measured as they come, unpatched."""

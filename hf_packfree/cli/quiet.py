@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 CHATTER = {
@@ -40,15 +41,18 @@ def _keep(record: logging.LogRecord) -> bool:
 @contextmanager
 def quiet_libraries(*, bars: bool = True, quiet: bool = True) -> Iterator[None]:
     """Hide, for the block, harmless messages and loading bars that would be written over a table,
-    also our own line about a patched model.
+    also our own line about a patched model; what libraries print to stdout goes to stderr, so that
+    stdout has the answer alone (TileLang prints what it compiles).
 
     Args:
         bars: hide transformers' loading bars too, which imports transformers.
         quiet: whether to hide anything at all.
     """
-    if not quiet:
-        yield
-        return
+    with redirect_stdout(sys.stderr):
+        yield from _hidden(bars) if quiet else (None,)
+
+
+def _hidden(bars: bool) -> Iterator[None]:
     library: Any = None
     said = os.environ.get("PACKFREE_QUIET")
     os.environ["PACKFREE_QUIET"] = "1"
