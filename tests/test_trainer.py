@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
@@ -239,7 +240,13 @@ def test_a_leak_stops_training_at_the_first_batch(tmp_path, monkeypatch):
 
 
 def test_options_are_those_of_apply_patches():
-    options = {"backend": "torch", "batch_invariant": True, "unpacked": "native", "padded": "lazy"}
+    options = {
+        "backend": "torch",
+        "batch_invariant": True,
+        "unpacked": "native",
+        "padded": "lazy",
+        "cuda_graphs": "never",
+    }
     by_callback, model = tiny(), apply_patches(tiny(), **options)
     arguments = SimpleNamespace(torch_compile=False)
     PackFreeCallback(**options).on_init_end(arguments, None, None, model=by_callback)
@@ -248,6 +255,25 @@ def test_options_are_those_of_apply_patches():
     )
     with pytest.raises(ValueError, match="wanted 'lazy' or 'upstream'"):
         PackFreeCallback(padded="never")
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "wanted"),
+    [
+        (None, {}, True),
+        (None, {"cuda_graphs": "never"}, False),
+        ("never", {}, False),
+        ("auto", {}, True),
+    ],
+)
+def test_steps_are_replayed_by_default_unless_the_model_was_patched_otherwise(
+    before, given, wanted
+):
+    Accelerator(cpu=True)
+    model = tiny() if before is None else apply_patches(tiny(), cuda_graphs=before)
+    arguments = SimpleNamespace(torch_compile=False)
+    PackFreeCallback(**given).on_init_end(arguments, None, None, model=model)
+    assert patch_report(model).cuda_graphs.startswith("CUDA graphs: 0 rows") == wanted
 
 
 def test_evaluation_and_saving(tmp_path):

@@ -215,6 +215,12 @@ def forget_failed_capture(device: torch.device) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
+def free_memory(device: torch.device) -> float:
+    """Return which share of the GPU's memory nobody holds, 0 to 1."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free / total
+
+
 class _Replay(Function):
     @staticmethod
     def forward(ctx: Any, graph: Graph, row: Row, *tensors: Tensor) -> Tensor:

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
-from hf_packfree.graphs.capture import Graph, Pool, forget_failed_capture, in_the_place_of
+from hf_packfree.graphs.capture import (
+    Graph,
+    Pool,
+    forget_failed_capture,
+    free_memory,
+    in_the_place_of,
+)
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.packing import PackedSequence
@@ -35,6 +41,10 @@ CHANGES = 16
 MOST = 24
 """The most graphs of one model; the least recently used is dropped. Also how many captures are
 made; and one more for every CHANGES replays, since a capture takes as long as some steps.
+"""
+SPARE = 1 / 8
+"""The share of the GPU's memory that a graph leaves to what is not captured: loss, optimizer,
+evaluation. A graph's memory is its own from then on.
 """
 Embed = Callable[[], Tensor]
 """Returns the row's embeddings, [1, T, D]."""
@@ -232,9 +242,30 @@ class Runner:
             self.graphs.clear()
             self._pool = Pool(inputs[0].device, key[0].tokens)
         self._captures += 1
+        found = self._graph(trunk, layers, inputs, parameters, packed)
+        if not isinstance(found, str):
+            if free_memory(inputs[0].device) >= SPARE:
+                self.graphs[key] = Captured(found, packed)
+                return None
+            self._pool = self._pool if self.graphs else None
+            found = f"with it, less than {SPARE:.1%} of the GPU's memory would be free"
+        self._given_up[key] = found
+        logger.warning("rows of %s tokens run without a CUDA graph: %s", key[0].tokens, found)
+        return found
+
+    def _graph(
+        self,
+        trunk: nn.Module,
+        layers: Layers,
+        inputs: tuple[Tensor, Tensor],
+        parameters: list[nn.Parameter],
+        packed: CapturedSequence,
+    ) -> Graph | str:
+        """Return a graph of the layers, or why they cannot be captured."""
+        assert self._pool is not None
         try:
             with checkpointing.in_capture(trunk), in_the_place_of(parameters, trunk) as read:
-                graph = Graph(
+                return Graph(
                     lambda embeddings, positions: layers(embeddings, positions, packed),
                     inputs,
                     parameters,
@@ -242,19 +273,13 @@ class Runner:
                     read,
                 )
         except NotCapturable as error:
-            why = str(error)
+            return str(error)
         except RuntimeError as error:
-            why = f"the capture failed: {str(error).splitlines()[0]}"
             # other graphs draw random numbers from the state that the failed capture spoiled
             self.graphs.clear()
             self._pool = None
             forget_failed_capture(inputs[0].device)
-        else:
-            self.graphs[key] = Captured(graph, packed)
-            return None
-        self._given_up[key] = why
-        logger.warning("rows of %s tokens run without a CUDA graph: %s", key[0].tokens, why)
-        return why
+            return f"the capture failed: {str(error).splitlines()[0]}"
 
 
 class Graphs:

@@ -80,8 +80,8 @@ def apply_patches(
             layers on one GPU, so that they do not wait for the host. A graph is captured when a row
             of about the same length comes for the second time, and its memory stays allocated. What
             cannot be captured (other kernels than ours and FlashQLA, hooks, offloaded activations,
-            FSDP2, weights in 4 bits, shared prefixes) runs without, and `patch_report` says why.
-            "never": no graphs.
+            FSDP2, weights in 4 bits), or would leave less than 1/8 of the GPU's memory free, runs
+            without, and `patch_report` says why. "never": no graphs.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
             model came from, frozen, so that `save_pretrained` writes it again, "train" trains it

@@ -65,11 +65,13 @@ class PackFreeCallback(TrainerCallback):
     none, nor has a model whose training was interrupted between steps.
 
     Args:
-        backend, batch_invariant, padded, cuda_graphs, mtp: as for `apply_patches`, whose errors are
-            raised when the Trainer is initialised.
+        backend, batch_invariant, padded, mtp: as for `apply_patches`, whose errors are raised when
+            the Trainer is initialised.
         unpacked: as for `apply_patches`; None: "native", so that batches of one document per row
             also train in the patched layers and without logits; of a model that was patched before,
             its own option. "upstream" gives the bits of an unpatched model.
+        cuda_graphs: as for `apply_patches`; None: "auto", since the Trainer runs one backward pass
+            for each loss; of a model that was patched before, its own option.
         context_parallel: "auto": if `cp_size` or `sp_size` is set in the Trainer's
             `parallelism_config`, or by `accelerate launch`, these ranks share each row, and
             accelerate does not cut rows until training ends; or a value as for `apply_patches`, for
@@ -91,7 +93,7 @@ class PackFreeCallback(TrainerCallback):
         batch_invariant: bool = False,
         unpacked: Unpacked | None = None,
         padded: Padded = "lazy",
-        cuda_graphs: CudaGraphs = "never",
+        cuda_graphs: CudaGraphs | None = None,
         mtp: MTPOptions | MTPChoice = None,
         context_parallel: Any = "auto",
         verify_first_batch: bool = False,
@@ -101,10 +103,10 @@ class PackFreeCallback(TrainerCallback):
             batch_invariant=batch_invariant,
             unpacked=unpacked or "native",
             padded=padded,
-            cuda_graphs=cuda_graphs,
+            cuda_graphs=cuda_graphs or "auto",
             mtp=mtp_options(mtp),
         )
-        self._keeps_unpacked = unpacked is None
+        self._keeps_unpacked, self._keeps_graphs = unpacked is None, cuda_graphs is None
         if isinstance(context_parallel, str) and context_parallel != "auto":
             raise ValueError(
                 f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a "
@@ -131,6 +133,8 @@ class PackFreeCallback(TrainerCallback):
         before = patch_report(kwargs["model"])
         if self._keeps_unpacked and before.patched:
             options = replace(options, unpacked=before.unpacked)
+        if self._keeps_graphs and before.patched:
+            options = replace(options, cuda_graphs="auto" if before.cuda_graphs else "never")
         patch(kwargs["model"], options, _autocast_in_force())
         if args.torch_compile:
             logger.info(

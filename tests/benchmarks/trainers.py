@@ -41,7 +41,7 @@ PATCHED = Variant(packfree=False)
 # {its name: (the model, what the callback is given; None: no callback)}
 VARIANTS: dict[str, tuple[Variant, dict[str, Any] | None]] = {
     "packfree": (PATCHED, {}),
-    "packfree, CUDA graphs": (PATCHED, {"cuda_graphs": "auto"}),
+    "packfree, no graphs": (PATCHED, {"cuda_graphs": "never"}),
     "composed without packfree": (COMPOSED, None),
     "unpatched packed": (UNPATCHED_CONV, None),
 }

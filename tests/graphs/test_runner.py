@@ -626,6 +626,18 @@ def test_graphs_of_before_a_failed_capture_are_captured_again(model, monkeypatch
     assert after.graph is not before.graph and of(model).replayed == replayed + 1
 
 
+def test_a_graph_that_leaves_too_little_memory_is_dropped(model, monkeypatch, caplog):
+    wanted = [hidden(model, ROWS[0]).detach()]
+    monkeypatch.setattr(runner, "free_memory", lambda device: 0.12)
+    for _ in range(4):
+        wanted.append(hidden(model, ROWS[0]))
+        wanted[-1].sum().backward()
+    assert all(torch.equal(wanted[0], found) for found in wanted[1:])
+    assert not of(model).graphs and of(model).replayed == 0 and of(model)._pool is None
+    assert "4 because with it, less than 12.5% of the GPU's" in patch_report(model).cuda_graphs
+    assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
+
+
 def test_a_plan_that_is_no_table_is_given_up(model, monkeypatch):
     def refuses(self, packed):
         raise captured_sequence.OtherPlan
