@@ -1,0 +1,92 @@
+"""The Trainer with `PackFreeCallback` as it is, which replays CUDA graphs: the losses of training
+without graphs, with accumulated gradients, clipping and evaluation in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from hf_packfree import PackFreeCallback
+from hf_packfree.models.state import state_of
+from tests.benchmarks.models import put_lora_on
+from tests.gpu.checks import DEVICE, TRIAL, gpu
+from tests.gpu.small import NARROW, small
+
+pytestmark = gpu
+STEPS, SUMMED, EVERY = (4, 2, 2) if TRIAL else (24, 2, 5)
+"""Steps, batches whose gradients are summed in each, and steps between two evaluations."""
+LENGTHS = (3, 9, 4, 8) if TRIAL else (500, 37, 900, 611)
+ROUNDING = 2.0
+"""Times what another order of the documents in a row does to the losses."""
+
+
+def documents(number: int) -> list[dict[str, list[int]]]:
+    """The documents of so many rows."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"input_ids": torch.randint(2, 60, (length,), generator=generator).tolist()}
+        for _ in range(number)
+        for length in LENGTHS
+    ]
+
+
+def losses(
+    folder: Any, lora: bool, reverse: bool = False, recomputed: bool = False, **options: Any
+) -> tuple[torch.Tensor, Any]:
+    """Train on the same few rows again and again; return the losses, training's and evaluation's,
+    and the model.
+    """
+    torch.manual_seed(0)
+    model = small(NARROW, torch.float32, patched=False).train()
+    if lora:
+        put_lora_on(model, "fp32", dora=False)
+    flatten = DataCollatorWithFlattening()
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=len(LENGTHS),
+        per_device_eval_batch_size=len(LENGTHS),
+        gradient_accumulation_steps=SUMMED,
+        gradient_checkpointing=recomputed,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        bf16=True,
+        use_cpu=DEVICE == "cpu",
+        eval_strategy="steps",
+        eval_steps=EVERY,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=documents(2 * SUMMED),
+        eval_dataset=documents(1),
+        data_collator=lambda rows: flatten(rows[::-1] if reverse else rows),
+        callbacks=[PackFreeCallback(**options)],
+    )
+    trainer.train()
+    logs = trainer.state.log_history
+    found = [log[name] for log in logs for name in ("loss", "eval_loss") if name in log]
+    return torch.tensor(found), model
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_losses_are_those_without_graphs(record, tmp_path, lora, recomputed):
+    wanted, _ = losses(tmp_path, lora, recomputed=recomputed, cuda_graphs="never")
+    turned, _ = losses(tmp_path, lora, True, recomputed, cuda_graphs="never")
+    found, model = losses(tmp_path, lora, recomputed=recomputed)
+    rounding = (turned - wanted).abs().max().item()
+    record("losses", (found - wanted).abs().max().item(), ROUNDING * rounding + 1e-6)
+    assert TRIAL or found[0] - found[-1] > 0.5, "stale weights would show"
+    if not TRIAL:
+        runner = state_of(model.base_model).graphs.of(model.base_model)
+        assert runner.replayed >= SUMMED * STEPS - 2, runner.reasons
