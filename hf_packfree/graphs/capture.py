@@ -237,8 +237,8 @@ class _Replay(Function):
         if row.done:
             raise RuntimeError(
                 "found a second backward pass through one forward pass, whose values a CUDA graph "
-                "no longer has; wanted one; call apply_patches(model, cuda_graphs='never') for "
-                "losses that need more"
+                "no longer has; wanted one; pass cuda_graphs='never' to PackFreeCallback or "
+                "apply_patches for losses that need more"
             )
         row.done = True
         return None, None, *ctx.graph.run_backward(d_out)
