@@ -18,12 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
 
-_FUNCTION = "_gradient_checkpointing_func"
+FUNCTION = "_gradient_checkpointing_func"
+"""The attribute of a layer with the function that recomputes it."""
 
 
 def why_not(layer: Any) -> str | None:
     """Return why a layer's checkpointing cannot be captured, or None."""
-    if getattr(layer, "gradient_checkpointing", False) and _settings(layer) is None:
+    function = getattr(layer, FUNCTION, None)
+    if getattr(layer, "gradient_checkpointing", False) and _settings(function) is None:
         return "layers are recomputed by another function than torch's checkpoint"
     return None
 
@@ -41,24 +43,29 @@ def in_capture(module: nn.Module) -> Iterator[None]:
     if not layers:
         yield
         return
-    before, state = [getattr(layer, _FUNCTION) for layer in layers], _random_state()
-    for layer in layers:
-        settings = (_settings(layer) or {}) | {"use_reentrant": False, "preserve_rng_state": False}
-        setattr(layer, _FUNCTION, functools.partial(checkpoint, **settings))
+    before, state = [getattr(layer, FUNCTION) for layer in layers], _random_state()
+    others = {"use_reentrant": False, "preserve_rng_state": False}
+    for layer, function in zip(layers, before, strict=True):
+        settings = (_settings(function) or {}) | others
+        setattr(layer, FUNCTION, functools.partial(checkpoint, **settings))
     try:
         yield
     finally:
         for layer, function in zip(layers, before, strict=True):
-            setattr(layer, _FUNCTION, function)
+            setattr(layer, FUNCTION, function)
     if any(map(_differ, state, _random_state())):
         raise NotCapturable("layers draw random numbers (dropout), and are recomputed")
 
 
-def _settings(layer: Any) -> dict[str, Any] | None:
-    """Return the keywords with which a layer calls torch's `checkpoint`; None if it calls another
-    function.
+def are_alike(function: Any, other: Any) -> bool:
+    """Whether two functions of layers are torch's `checkpoint` with equal keywords."""
+    return _settings(function) is not None and _settings(function) == _settings(other)
+
+
+def _settings(function: Any) -> dict[str, Any] | None:
+    """Return the keywords with which a layer's function calls torch's `checkpoint`; None if it is
+    another function.
     """
-    function = getattr(layer, _FUNCTION, None)
     if isinstance(function, functools.partial) and not function.args:
         return dict(function.keywords) if function.func is checkpoint else None
     return {} if function is checkpoint else None

@@ -34,13 +34,18 @@ class Settings:
     def __init__(self, module: nn.Module) -> None:
         found = [
             found
-            for part in module.modules()
+            for _, part in _parts(module)
             for found in chain((vars(part),), _containers(vars(part)))
         ]
         # most dictionaries are empty, such as those of hooks
         self._empty = [each for each in found if not each]
         self._attributes = [each for each in found if each]
         self._copies = [found.copy() for found in self._attributes]
+        self._recomputed = [
+            (each, copy)
+            for each, copy in zip(self._attributes, self._copies, strict=True)
+            if isinstance(each, dict) and checkpointing.FUNCTION in each
+        ]
         # kept apart, because `==` takes another one-element tensor of the same value for equal
         self._numbers = [
             (each, name, value)
@@ -54,6 +59,11 @@ class Settings:
 
     def hold(self, module: nn.Module) -> bool:
         """Whether the model and torch are unchanged; `module` is the same model."""
+        # TRL's trainers switch checkpointing off and on in each step, with an equal function
+        for each, copy in self._recomputed:
+            function = each.get(checkpointing.FUNCTION)
+            if checkpointing.are_alike(function, copy[checkpointing.FUNCTION]):
+                copy[checkpointing.FUNCTION] = function
         try:
             same = not any(self._empty) and self._attributes == self._copies
         # raised where a tensor was replaced by another one, since `==` then compares elements
@@ -65,6 +75,14 @@ class Settings:
             and self._addresses == _addresses(self._tensors)
             and self._switches == _switches(module)
         )
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with their names, without the embedding, which runs before the graph: each
+    `gradient_checkpointing_enable` puts another hook on it.
+    """
+    embeddings: Any = getattr(module, "get_input_embeddings", lambda: None)()
+    return ((name, part) for name, part in module.named_modules() if part is not embeddings)
 
 
 def _containers(attributes: dict[str, Any]) -> Iterator[Any]:
@@ -91,9 +109,7 @@ def _switches(module: nn.Module) -> tuple[Any, ...]:
 
 def why_not(module: nn.Module) -> str | None:
     """Return why a model cannot be captured, or None."""
-    # not checked, since the embedding runs before the graph
-    embeddings: Any = getattr(module, "get_input_embeddings", lambda: None)()
-    parts = [(name, part) for name, part in module.named_modules() if part is not embeddings]
+    parts = [*_parts(module)]
     for name, part in parts:
         if any(vars(part).get(hook) for hook in _HOOKS):
             return f"{name or 'the text model'} has hooks"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
@@ -56,8 +57,11 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
         inputs = replace(inputs, tree={**inputs.tree, RECORD: found})
     if found is UNREAD or tree:
         state = state_of(module)
+        # not of forwards without gradients, which are never replayed: DPO's and GRPO's reference is
+        # often this model with its adapters switched off
+        replays = module.training and torch.is_grad_enabled()
         # reading boundaries waits for the GPU, so compare the graphs' settings before
-        if module.training:
+        if replays:
             state.graphs.look()
         ours = _runs_here(call)
         found = read_call(
@@ -67,7 +71,7 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
             drop_all=ours and not call.generates,
             unpacked=ours and (_is_misread(call, inputs) or state.runs_unpacked),
         )
-        if module.training and isinstance(found, PackedSequence):
+        if replays and isinstance(found, PackedSequence):
             state.graphs.looked_for(found)
     packed: PackedSequence | None = None if found is UNPACKED else found
     if packed is not None and packed.tree is not None:

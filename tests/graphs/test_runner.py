@@ -71,6 +71,10 @@ def hidden(model, lengths, seed=0, **more):
     return model.base_model(**inputs_of(lengths, seed), **more).last_hidden_state
 
 
+def _recompute_nothing(model):
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+
+
 def of(model):
     return state_of(model).graphs.of(model.base_model)
 
@@ -365,6 +369,60 @@ def test_adapters_that_change_count(model, change):
     assert not settings.hold(trunk) and Settings(trunk).hold(trunk)
 
 
+@needs("peft")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_reference_that_is_the_model_without_adapters_drops_no_graph(
+    model, monkeypatch, recomputed
+):
+    """Nor does one in which nothing is recomputed: a step of TRL's DPOTrainer has both."""
+    from peft import LoraConfig, get_peft_model
+
+    captures = []
+    monkeypatch.setattr(runner, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args))
+    monkeypatch.setattr(captured_layers, "_is_training_step", lambda *_: torch.is_grad_enabled())
+    peft = get_peft_model(model, LoraConfig(r=2, target_modules=["up_proj", "q_proj"]))
+    with torch.no_grad():
+        for name, x in peft.named_parameters():
+            if "lora_B" in name:
+                x.fill_(0.1)
+    found = []
+    for _ in range(5):
+        if recomputed:
+            checkpoint_layers(model)
+        policy = peft(**inputs_of(ROWS[0])).logits
+        if recomputed:
+            _recompute_nothing(model)
+        with torch.no_grad(), peft.disable_adapter():
+            reference = peft(**inputs_of(ROWS[0])).logits
+        if recomputed:
+            checkpoint_layers(model)
+        policy.sum().backward()
+        found.append((policy.detach(), reference))
+    assert (found[0][0] - found[0][1]).abs().max() > CONTROL * LOGIT_TOL, "the adapters count"
+    for policy, reference in found[1:]:
+        assert (policy - found[0][0]).abs().max() < LOGIT_TOL
+        assert torch.equal(reference, found[0][1])
+    assert of(model).replayed == 4 and len(captures) == 1
+
+
+def test_checkpointing_counts_and_its_function_by_its_keywords(model):
+    checkpoint_layers(model, reentrant=False)
+    settings = Settings(model.base_model)
+    checkpoint_layers(model, reentrant=False)
+    assert settings.hold(model.base_model)
+    checkpoint_layers(model, reentrant=True)
+    assert not settings.hold(model.base_model)
+    settings = Settings(model.base_model)
+    for layer in model.base_model.layers:
+        layer._gradient_checkpointing_func = lambda function, *args: function(*args)
+    assert not settings.hold(model.base_model)
+    checkpoint_layers(model, reentrant=True)
+    assert settings.hold(model.base_model)
+    _recompute_nothing(model)
+    assert not settings.hold(model.base_model)
+
+
 def test_an_error_in_the_middle_leaves_nothing_behind(model):
     """Before the layers' backward pass, and behind it; the rows after it are replayed, and right."""
 
@@ -490,7 +548,7 @@ def test_what_cannot_be_captured_is_named(model):
     assert why_not(trunk) == "layers are recomputed by another function than torch's checkpoint"
     trunk.layers[2].mlp.register_forward_pre_hook(lambda *_: None)
     trunk.get_input_embeddings().register_forward_hook(lambda *_: None)
-    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+    _recompute_nothing(model)
     assert why_not(trunk) == "layers.2.mlp has hooks"
 
 
