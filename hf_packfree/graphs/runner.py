@@ -273,7 +273,9 @@ class Runner:
                     read,
                 )
         except NotCapturable as error:
-            return str(error)
+            # which no other length would change
+            self._why_not = str(error)
+            return self._why_not
         except RuntimeError as error:
             # other graphs draw random numbers from the state that the failed capture spoiled
             self.graphs.clear()

@@ -584,6 +584,23 @@ def test_layers_that_are_recomputed_and_draw_random_numbers_are_not_captured(mod
     )
 
 
+def test_what_no_length_changes_is_tried_once(model, monkeypatch, caplog):
+    """A model whose layers cannot be captured would pay for a capture of every bucket."""
+    tried = []
+    monkeypatch.setattr(runner, "Graph", lambda *args: tried.append(args) or on_cpu.Again(*args))
+    mlp = model.base_model.layers[0].mlp
+    _reads_its_own(mlp, mlp.down_proj.weight)
+    for lengths in (ROWS[0], (90, 30), (20, 9)):
+        for _ in range(3):
+            hidden(model, lengths).sum().backward()
+    assert len(tried) == 1 and of(model).replayed == 0
+    assert "8 because a layer reads a parameter of (64, 96)" in patch_report(model).cuda_graphs
+    assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
+    del mlp.forward
+    hidden(model, ROWS[0]).sum().backward()
+    assert len(tried) == 2 and of(model).replayed == 1
+
+
 def test_offloaded_activations_run_without(model):
     """Host memory that a capture copied to would be somebody else's at the next replay."""
     for _ in range(3):
