@@ -49,6 +49,9 @@ def in_graph(
     state = state_of(trunk)
     if state.cuda_graphs == "never" or not _is_training_step(trunk, row):
         return None
+    # nn.DataParallel builds its replicas anew for each step, and runs them in threads of their own
+    if getattr(trunk, "_is_replica", False):
+        return None
     kinds: list[type[Any]] = []
     device, enabled, dtype = packed.seq_idx.device, *_autocast(packed.seq_idx.device)
 

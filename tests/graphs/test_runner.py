@@ -601,6 +601,16 @@ def test_what_no_length_changes_is_tried_once(model, monkeypatch, caplog):
     assert len(tried) == 2 and of(model).replayed == 1
 
 
+def test_replicas_of_data_parallel_run_without(model):
+    """Their threads would change the runners that others look through, and none lives for two
+    rows.
+    """
+    for _ in range(2):
+        replica = model.base_model._replicate_for_data_parallel()
+        replica(**inputs_of(ROWS[0])).last_hidden_state.sum().backward()
+        assert replica not in state_of(model).graphs._runners
+
+
 def test_offloaded_activations_run_without(model):
     """Host memory that a capture copied to would be somebody else's at the next replay."""
     for _ in range(3):
