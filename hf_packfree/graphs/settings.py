@@ -111,9 +111,8 @@ def why_not(module: nn.Module) -> str | None:
     """Return why a model cannot be captured, or None."""
     parts = [*_parts(module)]
     for name, part in parts:
-        if any(vars(part).get(hook) for hook in _HOOKS):
-            return f"{name or 'the text model'} has hooks"
-        if (why := checkpointing.why_not(part)) is not None:
+        why = _why_not_called(name, part) or checkpointing.why_not(part)
+        if why is not None:
             return why
     devices = set()
     for name, part in parts:
@@ -124,4 +123,13 @@ def why_not(module: nn.Module) -> str | None:
             devices.add(x.device)
     if len(devices) > 1 or any(device.type != "cuda" for device in devices):
         return f"its weights are on {', '.join(sorted(map(str, devices)))}"
+    return None
+
+
+def _why_not_called(name: str, part: nn.Module) -> str | None:
+    # FSDP1 has no hooks, and puts other tensors in the place of parameters in each forward pass
+    if getattr(part, "_is_fsdp_managed_module", False):
+        return "FSDP shards its weights"
+    if any(vars(part).get(hook) for hook in _HOOKS):
+        return f"{name or 'the text model'} has hooks"
     return None

@@ -11,6 +11,8 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
@@ -550,6 +552,24 @@ def test_what_cannot_be_captured_is_named(model):
     trunk.get_input_embeddings().register_forward_hook(lambda *_: None)
     _recompute_nothing(model)
     assert why_not(trunk) == "layers.2.mlp has hooks"
+
+
+# one rank shards nothing, of which FSDP1 warns
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_that_fsdp1_shards_run_without(model, monkeypatch, one_rank, whole):
+    """A capture found other tensors where it had put its own, and raised a TypeError."""
+    kinds = {type(layer) for layer in model.base_model.layers}
+    monkeypatch.setattr(runner, "why_not", why_not)
+    wrapped = FullyShardedDataParallel(
+        model,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+        auto_wrap_policy=None if whole else ModuleWrapPolicy(kinds),
+    )
+    for _ in range(3):
+        wrapped(**inputs_of(ROWS[0])).logits.sum().backward()
+    assert "3 because FSDP shards its weights" in patch_report(wrapped).cuda_graphs
 
 
 def test_layers_that_are_recomputed(model):
