@@ -287,9 +287,14 @@ class Runner:
 class Graphs:
     """The graphs of every text model that one call of `apply_patches` patched; a copy of this
     object has none.
+
+    Attributes:
+        wait: whether no row runs in a graph at present, because the optimizer has yet to allocate
+            its states: a graph's memory is counted after that.
     """
 
     def __init__(self) -> None:
+        self.wait = False
         self._runners: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
 
     def of(self, trunk: nn.Module) -> Runner:

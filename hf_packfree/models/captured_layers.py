@@ -93,6 +93,8 @@ def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
 
 def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
     """Return why a row cannot be replayed, or None."""
+    if state_of(trunk).graphs.wait:
+        return "the optimizer has made no step yet"
     if not has_fixed_frequencies(trunk.config):
         return "its rotary embedding depends on the longest position"
     # a capture would copy activations to memory that belongs to other tensors at a replay

@@ -182,7 +182,7 @@ class PackFreeCallback(TrainerCallback):
         case.
         """
         if self._run is not None:
-            self._run.take_off()
+            self._run.after_step()
         if state.global_step in (1, state.max_steps) and args.logging_strategy != "no":
             control.should_log = True
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_packfree.errors import BlindMeasurement
+from hf_packfree.models.state import PatchState
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.patching.plan import trunks
@@ -70,6 +71,7 @@ class TrainingRun:
                 self.flops = FlopsPerToken(model, self.trunks[0])
             elif self.peak is not None:
                 logger.warning("%s; packfree/mfu is not logged", unknown)
+        self._let_graphs_wait(True)
         watched = outermost(model, self.trunks) if verify else []
         self.checks = [FirstBatch(module, self.take_off) for module in watched]
 
@@ -100,8 +102,21 @@ class TrainingRun:
                 facts["packfree/influence"], check.influence = check.influence, None
         return facts
 
-    def end(self) -> None:
+    def after_step(self) -> None:
+        """Take the hooks off; the optimizer has allocated its states, so that CUDA graphs, whose
+        memory is their own, may be captured.
+        """
         self.take_off()
+        self._let_graphs_wait(False)
+
+    def _let_graphs_wait(self, wait: bool) -> None:
+        for trunk in self.trunks:
+            # a callback may have unpatched the model
+            if isinstance(state := getattr(trunk, "packfree", None), PatchState):
+                state.graphs.wait = wait
+
+    def end(self) -> None:
+        self.after_step()
         for check in self.checks:
             check.give_up()
 

@@ -89,4 +89,5 @@ def test_losses_are_those_without_graphs(record, tmp_path, lora, recomputed):
     assert TRIAL or found[0] - found[-1] > 0.5, "stale weights would show"
     if not TRIAL:
         runner = state_of(model.base_model).graphs.of(model.base_model)
-        assert runner.replayed >= SUMMED * STEPS - 2, runner.reasons
+        # without: the first step, and the row with which the bucket is seen for the first time
+        assert runner.replayed >= SUMMED * (STEPS - 1) - 1, runner.reasons

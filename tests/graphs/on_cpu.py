@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.graphs import capture, gradient_buffers, runner
+from hf_packfree import PackedSequence
+from hf_packfree.graphs import capture, captured_sequence, gradient_buffers, runner
 from hf_packfree.graphs.gradient_buffers import Address
 from hf_packfree.models import captured_layers
 
@@ -88,3 +89,22 @@ def let_capture(monkeypatch: Any) -> None:
     monkeypatch.setattr(captured_layers, "_unbounded", lambda trunk: None)
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+
+
+def let_capture_whole_documents(monkeypatch: Any) -> None:
+    """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
+    let_capture(monkeypatch)
+    monkeypatch.setattr(captured_sequence.CapturedSequence, "become", _become)
+
+    def padded(packed, bucket):
+        spare = bucket.tokens - packed.num_tokens
+        return PackedSequence.from_lengths(packed.lengths + [spare] * (spare > 0))
+
+    monkeypatch.setattr(runner, "in_bucket", padded)
+
+
+def _become(self, packed):
+    """PyTorch's plans on a CPU are no tables: what the layers run on next is another record."""
+    for name in ("cu_seqlens", "cu_seqlens_cpu", "seq_idx", "max_seqlen"):
+        object.__setattr__(self, name, getattr(packed, name))
+    self._memo.clear()

@@ -31,24 +31,9 @@ from tests.integrations.marks import needs
 from tests.support import CONTROL, LOGIT_TOL, checkpoint_layers
 
 
-def _become(self, packed):
-    """PyTorch's plans on a CPU are no tables: what the layers run on next is another record."""
-    for name in ("cu_seqlens", "cu_seqlens_cpu", "seq_idx", "max_seqlen"):
-        object.__setattr__(self, name, getattr(packed, name))
-    self._memo.clear()
-
-
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    """Let graphs be captured here, of rows without empty documents, which PyTorch's layers lack."""
-    on_cpu.let_capture(monkeypatch)
-    monkeypatch.setattr(captured_sequence.CapturedSequence, "become", _become)
-
-    def padded(packed, bucket):
-        spare = bucket.tokens - packed.num_tokens
-        return PackedSequence.from_lengths(packed.lengths + [spare] * (spare > 0))
-
-    monkeypatch.setattr(runner, "in_bucket", padded)
+    on_cpu.let_capture_whole_documents(monkeypatch)
 
 
 @pytest.fixture
