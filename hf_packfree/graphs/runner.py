@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_packfree.graphs import checkpointing
@@ -281,7 +282,11 @@ class Runner:
             self.graphs.clear()
             self._pool = None
             forget_failed_capture(inputs[0].device)
-            return f"the capture failed: {str(error).splitlines()[0]}"
+            why = f"the capture failed: {str(error).splitlines()[0]}"
+            # no length was captured, so that it is not for its length that this one failed
+            if self._captures == 1 and not isinstance(error, torch.cuda.OutOfMemoryError):
+                self._why_not = why
+            return why
 
 
 class Graphs:

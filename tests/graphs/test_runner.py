@@ -648,6 +648,26 @@ def test_a_capture_that_fails_is_not_tried_again(model, monkeypatch, caplog):
     assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "captures"),
+    [(RuntimeError("operation not permitted"), 1), (torch.cuda.OutOfMemoryError("no memory"), 3)],
+)
+def test_only_memory_depends_on_the_length_of_the_first_capture(
+    model, monkeypatch, error, captures
+):
+    tried = []
+
+    def fails(*_):
+        tried.append(error)
+        raise error
+
+    monkeypatch.setattr(on_cpu.Again, "_capture", fails)
+    for lengths in ((300, 100), (90, 30), (1000, 24)):
+        for _ in range(3):
+            hidden(model, lengths).sum().backward()
+    assert len(tried) == captures and of(model).replayed == 0
+
+
 def test_a_layer_that_reads_one_row_s_lengths_is_not_captured(model, monkeypatch):
     forward = type(model.base_model.layers[0]).forward
 
