@@ -156,7 +156,7 @@ def train(
         start_of_peak(device)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        said = patch_report(trainer.model).cuda_graphs if patched else ""
+        said = "" if patched is None else patch_report(trainer.model).cuda_graphs
         del trainer
     row = timed(times.ends, size, device) | {"logged": logs[-1]}
     # what graphs keep is allocated by nobody
