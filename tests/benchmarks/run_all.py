@@ -49,6 +49,7 @@ TESTS = (
     "gpu/test_launch.py",
     "gpu/test_graphs.py",
     "gpu/test_in_graph.py",
+    "gpu/test_trainer.py",
     "gpu/test_trees.py",
     "gpu/test_verify.py",
     "integrations/test_liger.py",
