@@ -39,6 +39,12 @@ class Private:
 
 _HOOKS = "a module with hooks is called as it is"
 PRIVATE = {
+    "_is_fsdp_managed_module": Private(
+        "torch 2.13", "FSDP1 has no hooks by which a CUDA graph could tell that it shards weights"
+    ),
+    "_is_replica": Private(
+        "torch 2.13", "replicas of nn.DataParallel, which run in threads, have no CUDA graphs"
+    ),
     "_C": Private("torch 2.13", "the home of the names below", "torch"),
     "_are_functorch_transforms_active": Private(
         "torch 2.13", "torch.func is refused by name", "torch._C"

@@ -85,7 +85,11 @@ def let_capture(monkeypatch: Any) -> None:
     monkeypatch.setattr(runner, "Pool", OnACPU)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
     monkeypatch.setattr(runner, "free_memory", lambda device: runner.SPARE)
-    monkeypatch.setattr(captured_layers, "_is_training_step", lambda trunk, row: trunk.training)
+    monkeypatch.setattr(
+        captured_layers,
+        "_is_training_step",
+        lambda trunk, row: trunk.training and torch.is_grad_enabled(),
+    )
     monkeypatch.setattr(captured_layers, "_unbounded", lambda trunk: None)
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
