@@ -21,11 +21,14 @@ from hf_packfree.bench import (
     choose_lengths,
     run_bench,
     shapes,
+    turns,
 )
 from hf_packfree.bench.lengths import documents_of, packed, padded
-from hf_packfree.bench.measure import MIB, Floor, name_of, peak_mib, threads
+from hf_packfree.bench.measure import MIB, Floor, graphs_mib, name_of, peak_mib, threads
 from hf_packfree.bench.shapes import config_of
 from hf_packfree.cli import commands, main
+from hf_packfree.models.state import state_of
+from tests.graphs import on_cpu
 from tests.support import tiny
 
 CPU = torch.device("cpu")
@@ -52,6 +55,34 @@ def test_peak_memory_of_a_known_step(capfd):
 
     assert peak_mib(step, CPU) == pytest.approx(6, abs=0.01)
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_graphs_keep_is_counted_and_ordinary_memory_is_not(monkeypatch):
+    segments = [
+        {"total_size": 3 * MIB, "segment_pool_id": (0, 0)},
+        {"total_size": 5 * MIB, "segment_pool_id": (0, 1)},
+        {"total_size": 7 * MIB, "segment_pool_id": (2, 0)},
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert graphs_mib(torch.device("cuda")) == 12 and graphs_mib(CPU) == 0
+
+
+def test_patched_steps_replay_graphs_and_unpatched_ones_do_not(tmp_path, monkeypatch):
+    """Patches are lifted and put on again between them, which is no change to a graph."""
+    on_cpu.let_capture_whole_documents(monkeypatch)
+    models = []
+    patch = turns.apply_patches
+    monkeypatch.setattr(
+        turns,
+        "apply_patches",
+        lambda *args, **options: models.append(patch(*args, **options)) or models[-1],
+    )
+    tiny().save_pretrained(tmp_path)
+    run_bench(BenchOptions(str(tmp_path), (40, 30), rounds=2, threads=1))
+    (model,) = models
+    runner = state_of(model.model).graphs.of(model.model)
+    # of two candidates and four rounds, the first step alone runs without
+    assert runner.replayed == 7 and sum(runner.reasons.values()) == 1
 
 
 def test_the_peak_of_a_gpu_is_that_gpus(monkeypatch):

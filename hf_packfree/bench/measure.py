@@ -19,7 +19,7 @@ from torch import nn
 MIB = 2**20
 HOW = {
     "cuda": "torch's GPU allocator: the most allocated during a step above what was allocated "
-    "before it",
+    "before it, and what CUDA graphs keep",
     "cpu": "torch's CPU allocator, every allocation and release of one more step read through "
     "torch.profiler; memory that "
     "libraries allocate by themselves is not in it",
@@ -48,6 +48,15 @@ def peak_mib(step: Callable[[], object], device: torch.device) -> float:
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / MIB
     return _peak_of(_allocations(step)) / MIB
+
+
+def graphs_mib(device: torch.device) -> float:
+    """Return the MiB that CUDA graphs keep, in which their steps allocate nothing."""
+    if device.type != "cuda":
+        return 0.0
+    segments = torch.cuda.memory_snapshot()
+    kept: int = sum(each["total_size"] for each in segments if any(each["segment_pool_id"]))
+    return kept / MIB
 
 
 def _allocations(step: Callable[[], object]) -> list[dict[str, Any]]:

@@ -31,9 +31,18 @@ from hf_packfree.bench.lengths import (
     padded,
     padded_media,
 )
-from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, ran_out, threads
+from hf_packfree.bench.measure import (
+    HOW,
+    Floor,
+    graphs_mib,
+    name_of,
+    peak_mib,
+    ran_out,
+    threads,
+)
 from hf_packfree.bench.shapes import model_of
 from hf_packfree.errors import UnsupportedInput, in_short
+from hf_packfree.models.run_options import CudaGraphs
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.registry import family_of
@@ -125,11 +134,14 @@ def run_bench(
         Exception: any error of a patched step, except that memory ran out, which the report says.
     """
     with memory_for(options, "fewer documents (--documents), shorter ones (--longest)"):
-        model = patched_model(options)
+        model = patched_model(options, cuda_graphs="auto")
         runners = _runners(model, options, torch.device(options.device))
         choices = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
         floor, floors = Floor(model, sum(options.lengths), choices), list[float]()
         in_turns(runners, options, progress, lambda: floors.append(floor.seconds()))
+        if torch.device(options.device).type == "cuda":
+            for runner in (each for each in runners if each.patched):
+                runner.note = patch_report(model).cuda_graphs
         images = runners[0].batch.get("image_grid_thw")
         return BenchReport(
             options=options,
@@ -160,12 +172,13 @@ def memory_for(options: CommonOptions, less: str) -> Iterator[None]:
         ) from error
 
 
-def patched_model(options: CommonOptions) -> Any:
+def patched_model(options: CommonOptions, cuda_graphs: CudaGraphs = "never") -> Any:
     """Return the model of a benchmark, patched."""
     dtype = getattr(torch, options.dtype) if options.dtype else None
     torch.manual_seed(options.seed)
     device = torch.device(options.device)
-    return apply_patches(model_of(options.model, device, dtype, options.trust_remote_code))
+    model = model_of(options.model, device, dtype, options.trust_remote_code)
+    return apply_patches(model, cuda_graphs=cuda_graphs)
 
 
 def in_turns(
@@ -269,7 +282,7 @@ def _one_round(runner: Trial, number: int, rounds: int, device: torch.device) ->
 
     def memory() -> None:
         runner.model.zero_grad(set_to_none=True)
-        runner.peak = peak_mib(runner.step, device)
+        runner.peak = peak_mib(runner.step, device) + runner.patched * graphs_mib(device)
 
     runner.attempt(runner.step if number == 0 else memory if number == rounds - 1 else timed)
 
