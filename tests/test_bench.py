@@ -67,6 +67,7 @@ def test_what_graphs_keep_is_counted_and_ordinary_memory_is_not(monkeypatch):
     assert graphs_mib(torch.device("cuda")) == 12 and graphs_mib(CPU) == 0
 
 
+@pytest.mark.slow
 def test_patched_steps_replay_graphs_and_unpatched_ones_do_not(tmp_path, monkeypatch):
     """Patches are lifted and put on again between them, which is no change to a graph."""
     on_cpu.let_capture_whole_documents(monkeypatch)
@@ -309,6 +310,7 @@ TINY = (
 FAST = ("bench", "small", "--longest", "8", "--documents", "2", "--rounds", "1", "--threads", "1")
 
 
+@pytest.mark.slow
 def test_command(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     picture = tmp_path / "bench.png"
@@ -322,6 +324,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_command_as_json(capsys, monkeypatch):
     monkeypatch.setattr("hf_packfree.bench.turns.installed", {"causal-conv1d": "1.7.0"}.get)
     assert main([*FAST, "--json"]) == 0

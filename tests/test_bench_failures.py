@@ -57,6 +57,7 @@ def test_a_row_without_memory_is_said_and_the_exit_code_tells(capsys, broken, na
     assert not any("refused" in row["note"] and "memory" in row["note"] for row in rows)
 
 
+@pytest.mark.slow
 def test_what_breaks_the_unpatched_model_is_said_and_what_breaks_us_is_raised(capsys, broken):
     broken("unpatched padded", TypeError("found no mask"))
     assert (

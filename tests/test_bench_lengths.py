@@ -189,6 +189,7 @@ def test_a_file_too_long_for_any_machine_is_refused_with_what_to_do(capsys, benc
     ) == 0 and benched[0].lengths == (5, 9)
 
 
+@pytest.mark.slow
 def test_documents_beyond_a_models_positions_run(tmp_path):
     """So no length is cut for a model's sake either."""
     config = tiny().config

@@ -111,6 +111,7 @@ def test_the_sentence():
 FAST = ("bench", "qwen3_5", "--tree", GROUP, "--rounds", "1", "--threads", "1")
 
 
+@pytest.mark.slow
 def test_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert main([*FAST]) == 0

@@ -404,6 +404,7 @@ def test_doctor_works_where_nothing_is_installed():
 
 
 # transformers deprecates what PEFT asks for
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")
 def test_adapters_are_verified_on_their_model(capsys, tmp_path):
     peft = pytest.importorskip("peft")

@@ -67,6 +67,7 @@ def gpt_oss(seed):
     return apply_patches(build_model("gpt_oss", dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [5e-2, 1e-6])
 def test_experts_that_rounding_changes_are_no_leak(limit, monkeypatch):
     """These were called one: by gradients of routers, .52 at a limit of .5, or by logits."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import weakref
 
+import pytest
 import torch
 
 from hf_packfree.ops.attention import attention
@@ -45,6 +46,7 @@ def test_attention_beside_ours_reads_the_same_paths():
     torch.testing.assert_close(found, attention(q, k, v, row.packed_sequence))
 
 
+@pytest.mark.slow
 def test_graphs_are_timed_when_the_models_of_the_comparison_are_freed(tmp_path, monkeypatch):
     models, in_memory, add = [], [], prefixes.Held.add
 
