@@ -143,6 +143,7 @@ def test_importing_needs_no_transformers_and_changes_nothing():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_the_record_comes_without_the_compiler():
     """Who collates in worker processes imports it in each, and torch's compiler is large."""
     code = (

@@ -204,6 +204,7 @@ def test_added_too_late_is_refused(tmp_path):
     assert patch_report(trainer.model).patched
 
 
+@pytest.mark.slow
 def test_a_model_init_that_patches_works_and_one_that_does_not_is_refused_by_name(tmp_path):
     def trainer(model_init, callback):
         return Trainer(

@@ -53,6 +53,7 @@ def step(sharding: Sharding) -> tuple[float, dict[str, torch.Tensor], tuple[int,
     return loss.item(), grads, tuple(counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_a_wrapping_gathers_what_it_says_and_trains_as_by_layer(name, one_rank):
     wanted_loss, wanted, by_layer = step(Sharding())

@@ -439,6 +439,7 @@ def test_rewards(kind, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_preferences_of_single_answers(tmp_path):
     """KTO: answers that are liked or not."""
     import trl

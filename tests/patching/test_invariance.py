@@ -280,6 +280,7 @@ def test_of_weights_that_fsdp_gathers_bits_are_not_promised(hopper, one_rank):
     assert patch_report(model).rounding == reason
 
 
+@pytest.mark.slow
 def test_compiled_models_and_dropout_are_said(hopper):
     model = hopper()
     model.model.layers[1].compile()
