@@ -230,6 +230,8 @@ class Runner:
         packed, trunk = CapturedSequence.of(row.to(inputs[0].device)), self.trunk()
         assert trunk is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
+        if not parameters and not inputs[0].requires_grad:
+            return "none of its weights is trained"
         # the capture's backward pass would run the hooks, and the step's own again
         if any(x._backward_hooks for x in parameters):
             return "parameters have hooks (register_hook)"
