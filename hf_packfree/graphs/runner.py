@@ -117,16 +117,18 @@ class Runner:
         positions: Tensor,
         packed: PackedSequence,
         why_not: str | None = None,
+        wait: bool = False,
     ) -> Tensor | None:
         """Return the layers' hidden states of the row [1, T, D] by a graph, or None if the row has
-        to run without, because of the caller's `why_not` or another reason, which is counted.
+        to run without, because of the caller's `why_not` or another reason, which is counted; with
+        `wait` no graph is captured, see `Graphs`.
         """
         if self._looked_for is None or self._looked_for() is not packed.seq_idx:
             self.look()
         self._looked_for = None
         found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed)
         if found is None:
-            found = self._replay(layers, embed, positions, packed)
+            found = self._replay(layers, embed, positions, packed, wait)
         if isinstance(found, Tensor):
             self.replayed += 1
             return found
@@ -134,17 +136,24 @@ class Runner:
         return None
 
     def _replay(
-        self, layers: Layers, embed: Embed, positions: Tensor, packed: PackedSequence
+        self,
+        layers: Layers,
+        embed: Embed,
+        positions: Tensor,
+        packed: PackedSequence,
+        wait: bool = False,
     ) -> Tensor | str:
         embeddings = embed()
         kind = (positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad)
         # for trees, buckets that were seen also count, since two trees hardly ever round up to the
         # same sizes
-        seen = self._seen if packed.tree is not None else ()
+        seen = self._seen if packed.tree is not None and not wait else ()
         for keys in (self.graphs, seen):
             found = [key for key in keys if key[1] == kind and key[0].holds(packed)]
             if found:
                 break
+        if not found and wait:
+            return "the optimizer has made no step yet"
         key = min(found) if found else self._new_key(packed, kind)
         bucket: Bucket = key[0]
         if key not in self.graphs and (why := self._not_now(key)) is not None:
@@ -296,8 +305,8 @@ class Graphs:
     object has none.
 
     Attributes:
-        wait: whether no row runs in a graph at present, because the optimizer has yet to allocate
-            its states: a graph's memory is counted after that.
+        wait: whether no graph is captured at present, because the optimizer has yet to allocate its
+            states: a graph's memory is counted after that. Graphs that are there are replayed.
     """
 
     def __init__(self) -> None:

@@ -77,7 +77,8 @@ def in_graph(
         return given
 
     runner = state.graphs.of(trunk)
-    hidden = runner.run(layers, embed, row["position_ids"], packed, _why_not(trunk, row))
+    why_not, wait = _why_not(trunk, row), state.graphs.wait
+    hidden = runner.run(layers, embed, row["position_ids"], packed, why_not, wait)
     if hidden is None:
         return None
     runner.output = kinds[0] if kinds else runner.output
@@ -93,8 +94,6 @@ def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
 
 def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
     """Return why a row cannot be replayed, or None."""
-    if state_of(trunk).graphs.wait:
-        return "the optimizer has made no step yet"
     if not has_fixed_frequencies(trunk.config):
         return "its rotary embedding depends on the longest position"
     # a capture would copy activations to memory that belongs to other tensors at a replay

@@ -182,7 +182,8 @@ class PackFreeCallback(TrainerCallback):
         case.
         """
         if self._run is not None:
-            self._run.after_step()
+            optimizer = kwargs.get("optimizer")
+            self._run.after_step(skipped=getattr(optimizer, "step_was_skipped", False))
         if state.global_step in (1, state.max_steps) and args.logging_strategy != "no":
             control.should_log = True
 

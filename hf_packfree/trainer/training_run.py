@@ -71,12 +71,13 @@ class TrainingRun:
                 self.flops = FlopsPerToken(model, self.trunks[0])
             elif self.peak is not None:
                 logger.warning("%s; packfree/mfu is not logged", unknown)
-        self._let_graphs_wait(True)
+        self.stepped = False
         watched = outermost(model, self.trunks) if verify else []
         self.checks = [FirstBatch(module, self.take_off) for module in watched]
 
     def put_on(self) -> None:
         self.take_off()
+        self._let_graphs_wait(not self.stepped)
         for observers in map(observers_of, self.trunks):
             observers += self.observers
         for check in self.checks:
@@ -89,6 +90,7 @@ class TrainingRun:
             observers[:] = [each for each in observers if not isinstance(each, _OfAStep)]
         for check in self.checks:
             check.take_off()
+        self._let_graphs_wait(False)
 
     def facts(self) -> dict[str, float]:
         facts = self.counts.take()
@@ -102,12 +104,15 @@ class TrainingRun:
                 facts["packfree/influence"], check.influence = check.influence, None
         return facts
 
-    def after_step(self) -> None:
-        """Take the hooks off; the optimizer has allocated its states, so that CUDA graphs, whose
-        memory is their own, may be captured.
+    def after_step(self, *, skipped: bool) -> None:
+        """Take the hooks off. After the optimizer's first step, which allocates its states, CUDA
+        graphs, whose memory is their own, may be captured.
+
+        Args:
+            skipped: the optimizer made no step, because gradients overflowed.
         """
         self.take_off()
-        self._let_graphs_wait(False)
+        self.stepped = self.stepped or not skipped
 
     def _let_graphs_wait(self, wait: bool) -> None:
         for trunk in self.trunks:
@@ -116,7 +121,7 @@ class TrainingRun:
                 state.graphs.wait = wait
 
     def end(self) -> None:
-        self.after_step()
+        self.take_off()
         for check in self.checks:
             check.give_up()
 
