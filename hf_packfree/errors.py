@@ -94,3 +94,15 @@ def in_short(error: BaseException) -> str:
     line of its message.
     """
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out; judged by its text too, since only the GPU
+    allocator's error has a class of its own.
+    """
+    texts = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return (
+        isinstance(error, MemoryError)
+        or isinstance(error, RuntimeError)
+        and any(text in str(error) for text in texts)
+    )

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hf_packfree.bench.bars import draw
-from hf_packfree.bench.measure import ran_out
 from hf_packfree.bench.turns import Trial
 from hf_packfree.cli import main
+from hf_packfree.errors import ran_out
 from tests.test_bench import TINY, Candidate, report_of
 
 

@@ -26,18 +26,6 @@ HOW = {
 }
 
 
-def ran_out(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out; judged by its text too, since only the GPU
-    allocator's error has a class of its own.
-    """
-    texts = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-    return (
-        isinstance(error, MemoryError)
-        or isinstance(error, RuntimeError)
-        and any(text in str(error) for text in texts)
-    )
-
-
 def peak_mib(step: Callable[[], object], device: torch.device) -> float:
     """Run `step` and return the peak MiB of tensors during it, above those before it."""
     if device.type == "cuda":

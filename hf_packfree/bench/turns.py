@@ -37,11 +37,10 @@ from hf_packfree.bench.measure import (
     graphs_mib,
     name_of,
     peak_mib,
-    ran_out,
     threads,
 )
 from hf_packfree.bench.shapes import model_of
-from hf_packfree.errors import UnsupportedInput, in_short
+from hf_packfree.errors import UnsupportedInput, in_short, ran_out
 from hf_packfree.models.run_options import CudaGraphs
 from hf_packfree.ops.backend import installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from hf_packfree.errors import ran_out
 from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
 from hf_packfree.graphs.capture import (
@@ -295,7 +295,7 @@ class Runner:
             forget_failed_capture(inputs[0].device)
             why = f"the capture failed: {str(error).splitlines()[0]}"
             # no length was captured, so that it is not for its length that this one failed
-            if self._captures == 1 and not isinstance(error, torch.cuda.OutOfMemoryError):
+            if self._captures == 1 and not ran_out(error):
                 self._why_not = why
             return why
 
