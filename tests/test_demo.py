@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from hf_packfree.cli import show
-from hf_packfree.demo import DemoOptions, DemoReport, Training, harm, plot, run_demo
+from hf_packfree.demo import DemoOptions, DemoReport, Training, harm, plot, run_demo, train
 from hf_packfree.demo.results import (
     JUDGED_STEPS,
     LEAKING,
@@ -25,6 +25,7 @@ from hf_packfree.demo.results import (
 )
 from hf_packfree.demo.train import LONGEST, SHORTEST, choose_documents, passages, train_tokenizer
 from hf_packfree.verify import LIMITS, Measurement, PackingReport
+from tests.graphs import on_cpu
 
 STEPS, BATCH = 4, 4
 
@@ -45,6 +46,34 @@ def test_end_to_end(tmp_path):
     cost_is_measured(report)
     files_are_there(report)
     every_stage_was_reported(stages)
+
+
+@pytest.mark.slow
+def test_memory_is_measured_in_a_step_that_captures_nothing(tmp_path, monkeypatch):
+    """What a capture allocates is what its graph keeps, and would be counted twice."""
+    on_cpu.let_capture_whole_documents(monkeypatch)
+    captured, during = [], []
+    capture, peak = on_cpu.Again._capture, train.peak_mib
+
+    def counted(*args):
+        captured.append(None)
+        return capture(*args)
+
+    def measured(step, device):
+        before = len(captured)
+        found = peak(step, device)
+        during.append(len(captured) - before)
+        return found
+
+    monkeypatch.setattr(on_cpu.Again, "_capture", counted)
+    monkeypatch.setattr(train, "peak_mib", measured)
+    tokenizer = train_tokenizer(passages())
+    options = DemoOptions(out=tmp_path, steps=2, batch_size=1)
+    # the only row, of which the first step waits for the optimizer
+    documents = choose_documents(tokenizer, passages(), 1, seed=0) * 2
+    model = train.build_model(tokenizer, seed=0)
+    train.train(PACKED, model, tokenizer, documents, options, lambda *_: None)
+    assert captured and during == [0]
 
 
 def packed_training_equals_padded_training(report):

@@ -59,7 +59,8 @@ class Candidate:
         name: unpatched or patched, padded or packed.
         computed_tokens: including padding, where padding is not skipped.
         seconds: of each timed step.
-        peak_mib: most memory held during a step above what was held before it, gradients included.
+        peak_mib: most memory held during a step above what was held before it, gradients included,
+            and what CUDA graphs keep.
         refused: why the candidate does not run here, or None.
         note: a remark on the candidate, for the report.
     """

@@ -273,7 +273,8 @@ def demo(report: DemoReport) -> None:
     say(
         "Off by: the largest relative loss difference to the padded training.  Tokens/s count real "
         "tokens, without the first "
-        "step.  Peak MiB: the most memory that one training step allocates."
+        "step.  Peak MiB: the most memory that one training step allocates, and what CUDA graphs "
+        "keep."
     )
     texts = report.continuations
     say(f"The trained model continues {texts.prompt!r}:")

@@ -63,7 +63,8 @@ class Training:
         seconds: the first holds the warm-up.
         tokens, tokens_with_padding: tokens per step without and with padding.
         targets: tokens that the loss averages over.
-        peak_mib: the most memory that one training step allocates, gradients included.
+        peak_mib: the most memory that one training step allocates, gradients included, and what
+            CUDA graphs keep.
     """
 
     name: str

@@ -130,7 +130,16 @@ def train(
     trainer.train()
     batch = trainer.data_collator(examples[: options.batch_size])
     device = trainer.args.device
-    peak = peak_mib(lambda: trainer.training_step(trainer.model, batch), device)
+
+    def step() -> None:
+        trainer.model.zero_grad()
+        trainer.training_step(trainer.model, batch)
+
+    # with the second row of about a length its graph is captured, whose memory is counted below
+    for _ in range(2):
+        step()
+    trainer.model.zero_grad()
+    peak = peak_mib(step, device)
     # of the models that are trained here, only this one has graphs
     peak += graphs_mib(device) if name == PACKED else 0.0
     columns = {key: tuple(step[key] for step in recorder.steps) for key in recorder.steps[0]}
