@@ -240,7 +240,8 @@ class Runner:
         assert trunk is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
         if not parameters and not inputs[0].requires_grad:
-            return "none of its weights is trained"
+            self._given_up[key] = "none of its weights is trained"
+            return self._given_up[key]
         # the capture's backward pass would run the hooks, and the step's own again
         if any(x._backward_hooks for x in parameters):
             return "parameters have hooks (register_hook)"

@@ -606,14 +606,20 @@ def test_what_no_length_changes_is_tried_once(model, monkeypatch, caplog):
     assert len(tried) == 2 and of(model).replayed == 1
 
 
-def test_layers_of_which_nothing_is_trained_run_without(model, caplog):
+def test_layers_of_which_nothing_is_trained_run_without(model, caplog, monkeypatch):
     """Only the head is."""
+    prepared, in_bucket = [], runner.in_bucket
+    monkeypatch.setattr(
+        runner, "in_bucket", lambda *args: prepared.append(args) or in_bucket(*args)
+    )
     model.base_model.requires_grad_(False)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     for _ in range(3):
         model(**inputs_of(ROWS[0]), labels=inputs_of(ROWS[0])["input_ids"]).loss.backward()
     assert of(model).replayed == 0 and not caplog.records
     assert of(model).reasons["none of its weights is trained"] == 2
+    # the host's work for a capture is done once
+    assert len(prepared) == 1
     assert model.lm_head.weight.grad.norm() > 0
 
 
