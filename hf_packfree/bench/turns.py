@@ -139,8 +139,7 @@ def run_bench(
         floor, floors = Floor(model, sum(options.lengths), choices), list[float]()
         in_turns(runners, options, progress, lambda: floors.append(floor.seconds()))
         if torch.device(options.device).type == "cuda":
-            for runner in (each for each in runners if each.patched):
-                runner.note = patch_report(model).cuda_graphs
+            runners[-1].note = f"with patched padded, {patch_report(model).cuda_graphs}"
         images = runners[0].batch.get("image_grid_thw")
         return BenchReport(
             options=options,
