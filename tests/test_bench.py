@@ -24,12 +24,11 @@ from hf_packfree.bench import (
     turns,
 )
 from hf_packfree.bench.lengths import documents_of, packed, padded
-from hf_packfree.bench.measure import MIB, Floor, graphs_mib, name_of, peak_mib, threads
+from hf_packfree.bench.measure import MIB, Floor, name_of, peak_mib, threads
 from hf_packfree.bench.shapes import config_of
 from hf_packfree.cli import commands, main
-from hf_packfree.models.state import state_of
 from tests.graphs import on_cpu
-from tests.support import tiny
+from tests.support import runner_of, tiny
 
 CPU = torch.device("cpu")
 WAYS = ("unpatched", "patched")
@@ -64,7 +63,14 @@ def test_what_graphs_keep_is_counted_and_ordinary_memory_is_not(monkeypatch):
         {"total_size": 7 * MIB, "segment_pool_id": (2, 0)},
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert graphs_mib(torch.device("cuda")) == 12 and graphs_mib(CPU) == 0
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 2 * MIB)
+    gpu = torch.device("cuda")
+    assert peak_mib(lambda: None, gpu, has_graphs=True) == 12
+    assert peak_mib(lambda: None, gpu) == 0
+    assert peak_mib(lambda: None, CPU, has_graphs=True) == 0
 
 
 @pytest.mark.slow
@@ -81,7 +87,7 @@ def test_patched_steps_replay_graphs_and_unpatched_ones_do_not(tmp_path, monkeyp
     tiny().save_pretrained(tmp_path)
     run_bench(BenchOptions(str(tmp_path), (40, 30), rounds=2, threads=1))
     (model,) = models
-    runner = state_of(model.model).graphs.of(model.model)
+    runner = runner_of(model)
     # of two candidates and four rounds, the first step alone runs without
     assert runner.replayed == 7 and sum(runner.reasons.values()) == 1
 

@@ -59,9 +59,9 @@ def test_memory_is_measured_in_a_step_that_captures_nothing(tmp_path, monkeypatc
         captured.append(None)
         return capture(*args)
 
-    def measured(step, device):
+    def measured(step, device, **options):
         before = len(captured)
-        found = peak(step, device)
+        found = peak(step, device, **options)
         during.append(len(captured) - before)
         return found
 

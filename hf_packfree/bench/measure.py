@@ -26,25 +26,29 @@ HOW = {
 }
 
 
-def peak_mib(step: Callable[[], object], device: torch.device) -> float:
-    """Run `step` and return the peak MiB of tensors during it, above those before it."""
+def peak_mib(
+    step: Callable[[], object], device: torch.device, *, has_graphs: bool = False
+) -> float:
+    """Run `step` and return the peak MiB of tensors during it, above those before it.
+
+    Args:
+        has_graphs: whether the step may replay CUDA graphs, whose memory is then added: in it the
+            step allocates nothing.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step()
         torch.cuda.synchronize(device)
-        return (torch.cuda.max_memory_allocated(device) - before) / MIB
+        peak = torch.cuda.max_memory_allocated(device) - before
+        return (peak + (_kept_by_graphs() if has_graphs else 0)) / MIB
     return _peak_of(_allocations(step)) / MIB
 
 
-def graphs_mib(device: torch.device) -> float:
-    """Return the MiB that CUDA graphs keep, in which their steps allocate nothing."""
-    if device.type != "cuda":
-        return 0.0
+def _kept_by_graphs() -> int:
     segments = torch.cuda.memory_snapshot()
-    kept: int = sum(each["total_size"] for each in segments if any(each["segment_pool_id"]))
-    return kept / MIB
+    return sum(each["total_size"] for each in segments if any(each["segment_pool_id"]))
 
 
 def _allocations(step: Callable[[], object]) -> list[dict[str, Any]]:

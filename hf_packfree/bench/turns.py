@@ -31,14 +31,7 @@ from hf_packfree.bench.lengths import (
     padded,
     padded_media,
 )
-from hf_packfree.bench.measure import (
-    HOW,
-    Floor,
-    graphs_mib,
-    name_of,
-    peak_mib,
-    threads,
-)
+from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, threads
 from hf_packfree.bench.shapes import model_of
 from hf_packfree.errors import UnsupportedInput, in_short, ran_out
 from hf_packfree.models.run_options import CudaGraphs
@@ -280,7 +273,7 @@ def _one_round(runner: Trial, number: int, rounds: int, device: torch.device) ->
 
     def memory() -> None:
         runner.model.zero_grad(set_to_none=True)
-        runner.peak = peak_mib(runner.step, device) + runner.patched * graphs_mib(device)
+        runner.peak = peak_mib(runner.step, device, has_graphs=runner.patched)
 
     runner.attempt(runner.step if number == 0 else memory if number == rounds - 1 else timed)
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from hf_packfree.bench.measure import graphs_mib, peak_mib
+from hf_packfree.bench.measure import peak_mib
 from hf_packfree.demo.results import PACKED, PADDED, DemoOptions, Progress, Training
 from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.trainer import PackFreeCallback
@@ -129,7 +129,6 @@ def train(
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     batch = trainer.data_collator(examples[: options.batch_size])
-    device = trainer.args.device
 
     def step() -> None:
         trainer.model.zero_grad()
@@ -139,9 +138,7 @@ def train(
     for _ in range(2):
         step()
     trainer.model.zero_grad()
-    peak = peak_mib(step, device)
-    # of the models that are trained here, only this one has graphs
-    peak += graphs_mib(device) if name == PACKED else 0.0
+    peak = peak_mib(step, trainer.args.device, has_graphs=name == PACKED)
     columns = {key: tuple(step[key] for step in recorder.steps) for key in recorder.steps[0]}
     return Training(name, peak_mib=peak, **columns), trainer.model
 
