@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 CHATTER = {
@@ -48,10 +48,11 @@ def quiet_libraries(*, bars: bool = True, quiet: bool = True) -> Iterator[None]:
         bars: hide transformers' loading bars too, which imports transformers.
         quiet: whether to hide anything at all.
     """
-    with redirect_stdout(sys.stderr):
-        yield from _hidden(bars) if quiet else (None,)
+    with redirect_stdout(sys.stderr), _hidden(bars) if quiet else nullcontext():
+        yield
 
 
+@contextmanager
 def _hidden(bars: bool) -> Iterator[None]:
     library: Any = None
     said = os.environ.get("PACKFREE_QUIET")
