@@ -17,6 +17,8 @@ import transformers
 from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassFieldValidationError
 
 from hf_packfree import apply_patches
+from hf_packfree.graphs.runner import Runner
+from hf_packfree.models.state import state_of
 from hf_packfree.ops import conv_delta_rule
 from hf_packfree.ops.loss import OP as LOSS
 from hf_packfree.ops.loss import Targets, head_scales, lazy_logits, loss_of
@@ -115,6 +117,12 @@ def _config_of(row: Family, cls: type) -> transformers.PretrainedConfig:
 def trunk_of(model: torch.nn.Module) -> torch.nn.Module:
     """Return the text model inside."""
     return next(trunks(model, family_of(model)))
+
+
+def runner_of(model: torch.nn.Module) -> Runner:
+    """Return what replays the CUDA graphs of the text model inside, which is patched."""
+    trunk = trunk_of(model)
+    return state_of(trunk).graphs.of(trunk)
 
 
 def pairwise(first, second, third) -> list[tuple]:

@@ -141,7 +141,7 @@ class Runner:
         embed: Embed,
         positions: Tensor,
         packed: PackedSequence,
-        wait: bool = False,
+        wait: bool,
     ) -> Tensor | str:
         embeddings = embed()
         kind = (positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad)

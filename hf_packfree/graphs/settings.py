@@ -111,7 +111,7 @@ def why_not(module: nn.Module) -> str | None:
     """Return why a model cannot be captured, or None."""
     parts = [*_parts(module)]
     for name, part in parts:
-        why = _why_not_called(name, part) or checkpointing.why_not(part)
+        why = _why_not_part(name, part) or checkpointing.why_not(part)
         if why is not None:
             return why
     devices = set()
@@ -126,7 +126,7 @@ def why_not(module: nn.Module) -> str | None:
     return None
 
 
-def _why_not_called(name: str, part: nn.Module) -> str | None:
+def _why_not_part(name: str, part: nn.Module) -> str | None:
     # FSDP1 has no hooks, and puts other tensors in the place of parameters in each forward pass
     if getattr(part, "_is_fsdp_managed_module", False):
         return "FSDP shards its weights"

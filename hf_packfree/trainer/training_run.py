@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_packfree.errors import BlindMeasurement
-from hf_packfree.models.state import PatchState
+from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.patching.plan import trunks
@@ -116,9 +116,7 @@ class TrainingRun:
 
     def _let_graphs_wait(self, wait: bool) -> None:
         for trunk in self.trunks:
-            # a callback may have unpatched the model
-            if isinstance(state := getattr(trunk, "packfree", None), PatchState):
-                state.graphs.wait = wait
+            state_of(trunk).graphs.wait = wait
 
     def end(self) -> None:
         self.take_off()

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from hf_packfree import patch_report
-from hf_packfree.graphs import runner as graphs
 from hf_packfree.graphs.bucket import bucket_of, in_bucket, lengthened
 from hf_packfree.models.state import state_of
 from tests.benchmarks.models import put_lora_on
 from tests.gpu.checks import DEVICE, TRIAL, gpu, record_of, spans
 from tests.gpu.small import NARROW, packed_row, small
-from tests.support import checkpoint_layers, difference, gradients
+from tests.support import checkpoint_layers, difference, gradients, runner_of
 
 pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
 ROWS = (
@@ -33,10 +32,6 @@ ROWS = (
 
 def model_of(**options: Any) -> Any:
     return small(NARROW, cuda_graphs="auto", unpacked="native", **options)
-
-
-def runner_of(model: Any) -> graphs.Runner:
-    return state_of(model.base_model).graphs.of(model.base_model)
 
 
 def step(model: Any, lengths: Any, seed: int = 0, tokens: Any = None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, WIDE, hidden, packed_row, small
-from tests.support import difference, gradients, relative_rms
+from tests.support import difference, gradients, relative_rms, runner_of
 from tests.trees import TURNS, Forest, forest
 
 pytestmark = gpu
@@ -86,10 +86,6 @@ def compare(model: Any, tree: Forest, record: Any, name: str, graphs: str = "nev
 def switch(model: Any, graphs: str) -> None:
     """Set what `apply_patches(cuda_graphs=)` did."""
     state_of(model.base_model).__dict__["cuda_graphs"] = graphs
-
-
-def runner_of(model: Any) -> Any:
-    return state_of(model.base_model).graphs.of(model.base_model)
 
 
 def captured(shape: Any, trees: tuple[Forest, ...]) -> Any:

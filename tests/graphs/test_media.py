@@ -9,9 +9,8 @@ import copy
 import pytest
 
 from hf_packfree import apply_patches
-from hf_packfree.models.state import state_of
 from tests.graphs import on_cpu
-from tests.support import GRADIENT_TOL, LOGIT_TOL, errors
+from tests.support import GRADIENT_TOL, LOGIT_TOL, errors, runner_of
 from tests.vision import (
     alone,
     documents,
@@ -39,7 +38,6 @@ def test_documents_with_media_are_as_alone(family, why, monkeypatch):
     on_cpu.let_capture_whole_documents(monkeypatch)
     unpatched = tiny_vision(family)
     model = apply_patches(copy.deepcopy(unpatched).train(), cuda_graphs="auto")
-    trunk = model.model.language_model
     given = documents(unpatched.model)
     # rows of equal length, whose documents come in other orders
     orders = given, given[::-1], given[3:] + given[:3]
@@ -52,6 +50,6 @@ def test_documents_with_media_are_as_alone(family, why, monkeypatch):
         ):
             logits, gradients = errors(run(model, batch, weights), wanted)
             assert logits <= LOGIT_TOL and gradients <= GRADIENT_TOL
-    runner = state_of(trunk).graphs.of(trunk)
+    runner = runner_of(model)
     assert runner.replayed == (0 if why else 2 * len(orders) - 1), runner.reasons
     assert not why or any(why in reason for reason in runner.reasons)

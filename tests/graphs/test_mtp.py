@@ -8,7 +8,14 @@ import torch
 from hf_packfree.models.state import state_of
 from tests.graphs import on_cpu
 from tests.mtp import heads
-from tests.support import GRADIENT_TOL, checkpoint_layers, gradients, trunk_of, worst_gradient
+from tests.support import (
+    GRADIENT_TOL,
+    checkpoint_layers,
+    gradients,
+    runner_of,
+    trunk_of,
+    worst_gradient,
+)
 
 ORDERS = heads.LENGTHS, heads.LENGTHS[::-1], (64, 1, 37, 5, 3, 23, 2)
 
@@ -32,5 +39,5 @@ def test_losses_and_gradients_are_those_without_graphs(monkeypatch, recomputed):
         wanted, found = step(lengths, "never"), step(lengths, "auto")
         torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=0)
         assert worst_gradient(found[1], wanted[1]) <= GRADIENT_TOL
-    runner = state_of(trunk).graphs.of(trunk)
+    runner = runner_of(model)
     assert runner.replayed == 2 * len(ORDERS) - 1, runner.reasons

@@ -28,7 +28,7 @@ from hf_packfree.ops.delta_rule import flash_qla
 from hf_packfree.parallel import ContextParallel
 from tests.graphs import on_cpu
 from tests.integrations.marks import needs
-from tests.support import CONTROL, LOGIT_TOL, checkpoint_layers
+from tests.support import CONTROL, LOGIT_TOL, checkpoint_layers, runner_of
 
 
 @pytest.fixture(autouse=True)
@@ -62,17 +62,13 @@ def _recompute_nothing(model):
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
 
 
-def of(model):
-    return state_of(model).graphs.of(model.base_model)
-
-
 def test_a_capture_meets_no_node_that_somebody_keeps(model):
     """DDP, or a loss of the step before, keeps nodes of another stream, on which a capture fails."""
     kept, parameters = [], [*model.base_model.parameters()]
     for seed in range(3):
         kept.append(hidden(model, ROWS[0], seed).sum())
         kept[-1].backward()
-    graph = next(iter(of(model).graphs.values())).graph
+    graph = next(iter(runner_of(model).graphs.values())).graph
     held = {torch.autograd.graph.get_gradient_edge(one).node for one in parameters}
     assert held & nodes_of(kept[0]), "the control: the loss keeps them"
     assert graph.nodes and not held & graph.nodes
@@ -98,8 +94,8 @@ def test_a_parameter_that_a_forward_holds_by_itself_keeps_its_gradients(model, o
         hidden(model, ROWS[0]).square().sum().backward()
         found.append(weight.grad)
     assert all(torch.equal(found[0], grad) for grad in found[1:])
-    assert of(model).replayed == 0
-    reasons = " ".join(of(model).reasons)
+    assert runner_of(model).replayed == 0
+    reasons = " ".join(runner_of(model).reasons)
     assert "a parameter of (64, 96) from elsewhere than its module" in reasons
 
 
@@ -115,7 +111,7 @@ def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
         assert (found - torch.cat(alone, 1)).abs().max() < LOGIT_TOL
         assert (plain - torch.cat(alone, 1)).abs().max() > CONTROL * LOGIT_TOL
         found.sum().backward()
-    assert of(model).replayed >= 2 * len(ROWS)
+    assert runner_of(model).replayed >= 2 * len(ROWS)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +126,8 @@ def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
 def test_rows_of_one_length_have_a_graph_with_hardly_any_padding(model, rows, captured):
     for seed, lengths in enumerate(rows):
         hidden(model, lengths, seed).sum().backward()
-    assert [key[0].tokens for key in of(model).graphs] == captured
-    assert of(model).replayed == len(rows) - 1
+    assert [key[0].tokens for key in runner_of(model).graphs] == captured
+    assert runner_of(model).replayed == len(rows) - 1
 
 
 class Counting(runner.Runner):
@@ -149,7 +145,7 @@ class Counting(runner.Runner):
 
     def take(self, tokens):
         packed, row = PackedSequence.from_lengths([tokens]), torch.empty(1, tokens)
-        found = self._replay(None, lambda: row[..., None], row, packed)
+        found = self._replay(None, lambda: row[..., None], row, packed, False)
         self.replayed += isinstance(found, torch.Tensor)
 
 
@@ -182,7 +178,7 @@ def test_offsets_of_the_row_before_would_be_seen(model, monkeypatch):
     for _ in range(2):
         hidden(model, captured).sum().backward()
     found = hidden(model, other)
-    assert of(model).replayed == 2
+    assert runner_of(model).replayed == 2
     model.eval()
     with torch.no_grad():
         parts = inputs_of(other)["input_ids"].split(other, 1)
@@ -200,28 +196,28 @@ def test_gradients_are_those_without_graphs(model):
             ).loss.backward()
         for (name, mine), its in zip(model.named_parameters(), other.parameters(), strict=True):
             assert torch.allclose(mine.grad, its.grad, atol=1e-5), name
-    assert of(model).replayed >= len(ROWS)
+    assert runner_of(model).replayed >= len(ROWS)
 
 
 def test_a_row_waits_for_the_backward_of_the_one_before(model):
     for _ in range(2):
         hidden(model, ROWS[0]).sum().backward()
     first = hidden(model, ROWS[0])
-    replayed = of(model).replayed
+    replayed = runner_of(model).replayed
     second = hidden(model, ROWS[0])
-    assert of(model).replayed == replayed
+    assert runner_of(model).replayed == replayed
     assert "still to come" in patch_report(model).cuda_graphs
     assert torch.allclose(first, second, atol=1e-6)
     first.sum().backward()
     third = hidden(model, ROWS[0])
-    assert of(model).replayed == replayed + 1
+    assert runner_of(model).replayed == replayed + 1
     third.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward pass"):
         third.sum().backward()
     # one that nobody will go back through is not waited for
     hidden(model, ROWS[0])
     hidden(model, ROWS[0])
-    assert of(model).replayed == replayed + 3
+    assert runner_of(model).replayed == replayed + 3
 
 
 def test_a_row_on_another_stream_waits_for_the_one_before(model, monkeypatch):
@@ -236,7 +232,7 @@ def test_a_row_on_another_stream_waits_for_the_one_before(model, monkeypatch):
     assert other.waited == [first]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: first)
     hidden(model, ROWS[0]).sum().backward()
-    assert first.waited == [other] and of(model).replayed == 5
+    assert first.waited == [other] and runner_of(model).replayed == 5
 
 
 @pytest.mark.parametrize("power", [1, 2])
@@ -244,9 +240,9 @@ def test_a_second_derivative_is_refused(model, power):
     """As of layers without a graph: gradients that forgot what they were made of would be wrong."""
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
-    replayed = of(model).replayed
+    replayed = runner_of(model).replayed
     loss = hidden(model, ROWS[0]).pow(power).sum()
-    assert of(model).replayed == replayed + 1
+    assert runner_of(model).replayed == replayed + 1
     parameters = [*model.base_model.layers.parameters()]
     found = torch.autograd.grad(loss, parameters, create_graph=True)
     with pytest.raises(UnsupportedInput, match="found a second derivative"):
@@ -258,21 +254,21 @@ def test_gradients_lie_in_the_graph_s_memory_and_outlive_the_next_row(model):
     parameters = [*model.base_model.layers.parameters()]
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
-    captured = next(iter(of(model).graphs.values())).graph
+    captured = next(iter(runner_of(model).graphs.values())).graph
     places = {written.data_ptr() for written in captured.written if written is not None}
     model.zero_grad()
     hidden(model, ROWS[0]).sum().backward()
     assert {parameter.grad.data_ptr() for parameter in parameters} <= places
     model.zero_grad()
     kept = torch.autograd.grad(hidden(model, ROWS[0]).sum(), parameters)
-    copies, replayed = [grad.clone() for grad in kept], of(model).replayed
+    copies, replayed = [grad.clone() for grad in kept], runner_of(model).replayed
     hidden(model, ROWS[1]).sum().backward()
-    assert of(model).replayed == replayed
+    assert runner_of(model).replayed == replayed
     assert "kept elsewhere than in .grad" in patch_report(model).cuda_graphs
     assert all(map(torch.equal, kept, copies))
     del kept
     hidden(model, ROWS[1]).sum().backward()
-    assert of(model).replayed == replayed + 1
+    assert runner_of(model).replayed == replayed + 1
 
 
 @pytest.mark.parametrize(
@@ -305,11 +301,11 @@ def test_hooks_of_parameters_run_once(model):
         model.zero_grad()
         hidden(model, ROWS[0]).sum().backward()
         assert torch.allclose(weight.grad, wanted)
-    assert of(model).replayed == 0
+    assert runner_of(model).replayed == 0
     assert "3 because parameters have hooks" in patch_report(model).cuda_graphs
     hook.remove()
     hidden(model, ROWS[0]).sum().backward()
-    assert of(model).replayed == 1
+    assert runner_of(model).replayed == 1
 
 
 def test_another_tensor_with_the_same_number_counts(model):
@@ -390,7 +386,7 @@ def test_a_reference_that_is_the_model_without_adapters_drops_no_graph(
     for policy, reference in found[1:]:
         assert (policy - found[0][0]).abs().max() < LOGIT_TOL
         assert torch.equal(reference, found[0][1])
-    assert of(model).replayed == 4 and len(captures) == 1
+    assert runner_of(model).replayed == 4 and len(captures) == 1
 
 
 def test_checkpointing_counts_and_its_function_by_its_keywords(model):
@@ -426,20 +422,20 @@ def test_an_error_in_the_middle_leaves_nothing_behind(model):
         model.zero_grad()
         hidden(model, ROWS[0]).sum().backward()
     wanted = [x.grad.clone() for x in model.base_model.parameters()]
-    replayed = of(model).replayed
+    replayed = runner_of(model).replayed
     with pytest.raises(ZeroDivisionError):
         Fails.apply(hidden(model, ROWS[1])).sum().backward()
     inputs = inputs_of(ROWS[0])
     embeddings = Fails.apply(model.get_input_embeddings()(inputs.pop("input_ids")))
     with pytest.raises(ZeroDivisionError):
         model.base_model(inputs_embeds=embeddings, **inputs).last_hidden_state.sum().backward()
-    assert of(model).replayed == replayed + 2
+    assert runner_of(model).replayed == replayed + 2
     for _ in range(2):
         model.zero_grad()
         hidden(model, ROWS[0]).sum().backward()
         for found, right in zip(model.base_model.parameters(), wanted, strict=True):
             assert torch.allclose(found.grad, right, atol=1e-6)
-    assert of(model).replayed == replayed + 4
+    assert runner_of(model).replayed == replayed + 4
 
 
 def test_models_in_turns_have_graphs_of_their_own(model):
@@ -455,11 +451,11 @@ def test_models_in_turns_have_graphs_of_their_own(model):
             assert (found - hidden(each, lengths, seed)).abs().max() < LOGIT_TOL
             each.train()
             found.sum().backward()
-    assert of(model).replayed == of(other).replayed == 2
-    assert of(model) is not of(other)
+    assert runner_of(model).replayed == runner_of(other).replayed == 2
+    assert runner_of(model) is not runner_of(other)
     remove_patches(model)
     apply_patches(model, cuda_graphs="auto")
-    assert of(model).replayed == 0 and not of(model).graphs
+    assert runner_of(model).replayed == 0 and not runner_of(model).graphs
 
 
 def test_an_optimizer_s_step_changes_no_setting(model):
@@ -475,7 +471,7 @@ def test_a_longer_row_is_captured_first_and_shorter_ones_again(model):
     short, long, between = (20, 9), (90, 30), (50, 20)
     for lengths in (short, short, long):
         hidden(model, lengths).sum().backward()
-    graphs, pool = of(model), of(model)._pool
+    graphs, pool = runner_of(model), runner_of(model)._pool
     assert [key[0].tokens for key in graphs.graphs] == [32] and graphs.replayed == 1
     hidden(model, long).sum().backward()
     assert [key[0].tokens for key in graphs.graphs] == [128] and graphs._pool is not pool
@@ -496,7 +492,7 @@ def test_the_longest_row_s_memory_stays_when_its_graph_goes(model, monkeypatch):
     for lengths in ((90, 30), (20, 9), (50, 20)):
         for _ in range(2):
             hidden(model, lengths).sum().backward()
-    graphs, pool = of(model), of(model)._pool
+    graphs, pool = runner_of(model), runner_of(model)._pool
     assert [key[0].tokens for key in graphs.graphs] == [32, 80]
     hidden(model, (90, 30)).sum().backward()
     assert [key[0].tokens for key in graphs.graphs] == [80, 128] and graphs._pool is pool
@@ -514,7 +510,7 @@ def test_captures_are_paid_for_by_replays(model, monkeypatch):
     for _ in range(8):
         for lengths in sizes:
             hidden(model, lengths).sum().backward()
-    graphs = of(model)
+    graphs = runner_of(model)
     assert len(captures) <= 2 + graphs.replayed // 4 and graphs.replayed >= 10
     assert "of more sizes than graphs pay for" in patch_report(model).cuda_graphs
     # other weights need other graphs
@@ -570,7 +566,7 @@ def test_layers_that_are_recomputed(model):
             model.base_model.named_parameters(), other.base_model.parameters(), strict=True
         ):
             assert torch.allclose(mine.grad, its.grad, atol=1e-4), name
-    assert of(model).replayed >= len(ROWS)
+    assert runner_of(model).replayed >= len(ROWS)
     assert functions == [layer._gradient_checkpointing_func for layer in model.base_model.layers]
 
 
@@ -582,7 +578,7 @@ def test_layers_that_are_recomputed_and_draw_random_numbers_are_not_captured(mod
             layer.self_attn.attention_dropout = 0.1
     for _ in range(4):
         hidden(model, ROWS[0]).sum().backward()
-    assert of(model).replayed == 0
+    assert runner_of(model).replayed == 0
     assert (
         "3 because layers draw random numbers (dropout), and are recomputed"
         in patch_report(model).cuda_graphs
@@ -598,12 +594,12 @@ def test_what_no_length_changes_is_tried_once(model, monkeypatch, caplog):
     for lengths in (ROWS[0], (90, 30), (20, 9)):
         for _ in range(3):
             hidden(model, lengths).sum().backward()
-    assert len(tried) == 1 and of(model).replayed == 0
+    assert len(tried) == 1 and runner_of(model).replayed == 0
     assert "8 because a layer reads a parameter of (64, 96)" in patch_report(model).cuda_graphs
     assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
     del mlp.forward
     hidden(model, ROWS[0]).sum().backward()
-    assert len(tried) == 2 and of(model).replayed == 1
+    assert len(tried) == 2 and runner_of(model).replayed == 1
 
 
 def test_layers_of_which_nothing_is_trained_run_without(model, caplog, monkeypatch):
@@ -616,8 +612,8 @@ def test_layers_of_which_nothing_is_trained_run_without(model, caplog, monkeypat
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     for _ in range(3):
         model(**inputs_of(ROWS[0]), labels=inputs_of(ROWS[0])["input_ids"]).loss.backward()
-    assert of(model).replayed == 0 and not caplog.records
-    assert of(model).reasons["none of its weights is trained"] == 2
+    assert runner_of(model).replayed == 0 and not caplog.records
+    assert runner_of(model).reasons["none of its weights is trained"] == 2
     # the host's work for a capture is done once
     assert len(prepared) == 1
     assert model.lm_head.weight.grad.norm() > 0
@@ -638,18 +634,18 @@ def test_offloaded_activations_run_without(model):
     for _ in range(3):
         with torch.autograd.graph.save_on_cpu():
             hidden(model, ROWS[0]).sum().backward()
-    assert of(model).replayed == 0
+    assert runner_of(model).replayed == 0
     assert "3 because activations are offloaded" in patch_report(model).cuda_graphs
     for _ in range(2):
         hidden(model, ROWS[0]).sum().backward()
-    assert of(model).replayed == 1
+    assert runner_of(model).replayed == 1
 
 
 def test_outputs_of_layers_run_without(model):
     hidden(model, ROWS[0], output_hidden_states=True)
     assert "output_hidden_states is wanted" in patch_report(model).cuda_graphs
     model.base_model(**inputs_of((8200,)), use_cache=False)
-    assert of(model).replayed == 0
+    assert runner_of(model).replayed == 0
 
 
 def test_a_capture_that_fails_is_not_tried_again(model, monkeypatch, caplog):
@@ -687,7 +683,7 @@ def test_only_memory_depends_on_the_length_of_the_first_capture(
     for lengths in ((300, 100), (90, 30), (1000, 24)):
         for _ in range(3):
             hidden(model, lengths).sum().backward()
-    assert len(tried) == captures and of(model).replayed == 0
+    assert len(tried) == captures and runner_of(model).replayed == 0
 
 
 def test_a_layer_that_reads_one_row_s_lengths_is_not_captured(model, monkeypatch):
@@ -700,7 +696,7 @@ def test_a_layer_that_reads_one_row_s_lengths_is_not_captured(model, monkeypatch
     monkeypatch.setattr(type(model.base_model.layers[0]), "forward", reads)
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
-    assert of(model).replayed == 0
+    assert runner_of(model).replayed == 0
     assert "a layer reads lengths of the record" in patch_report(model).cuda_graphs
 
 
@@ -708,7 +704,7 @@ def test_a_copy_and_a_pickle_have_no_graphs(model):
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert of(other).replayed == 0
+        assert runner_of(other).replayed == 0
         hidden(other, ROWS[0]).sum().backward()
 
 
@@ -716,7 +712,7 @@ def test_never_is_the_default():
     model = apply_patches(Qwen3_5ForCausalLM(tiny_config()).train())
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
-    assert of(model).replayed == 0 and patch_report(model).cuda_graphs == ""
+    assert runner_of(model).replayed == 0 and patch_report(model).cuda_graphs == ""
     with pytest.raises(ValueError, match="cuda_graphs='always'"):
         apply_patches(Qwen3_5ForCausalLM(tiny_config()), cuda_graphs="always")
 
@@ -729,11 +725,11 @@ def test_a_row_that_ran_elsewhere_leaves_no_look_behind(model):
         model.base_model(input_ids=ids, packed_sequence=packed).last_hidden_state.sum().backward()
     # read, and upstream's to run
     model.base_model(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
-    replayed = of(model).replayed
+    replayed = runner_of(model).replayed
     model.base_model.layers[0].requires_grad_(False)
     model.zero_grad()
     model.base_model(input_ids=ids, packed_sequence=packed).last_hidden_state.sum().backward()
-    assert of(model).replayed <= replayed + 1 and len(of(model).graphs) <= 1
+    assert runner_of(model).replayed <= replayed + 1 and len(runner_of(model).graphs) <= 1
     assert all(x.grad is None for x in model.base_model.layers[0].parameters())
 
 
@@ -741,7 +737,7 @@ def test_graphs_of_before_a_failed_capture_are_captured_again(model, monkeypatch
     """They hold the state of random numbers that the failed capture left unusable."""
     for seed in range(3):
         hidden(model, (300, 100), seed).sum().backward()
-    (before,) = of(model).graphs.values()
+    (before,) = runner_of(model).graphs.values()
 
     class Failing(on_cpu.Again):
         def _capture(self, *args):
@@ -751,11 +747,11 @@ def test_graphs_of_before_a_failed_capture_are_captured_again(model, monkeypatch
         patch.setattr(runner, "Graph", Failing)
         for seed in range(2):
             hidden(model, ROWS[0], seed).sum().backward()
-    assert not of(model).graphs
-    replayed = of(model).replayed
+    assert not runner_of(model).graphs
+    replayed = runner_of(model).replayed
     hidden(model, (300, 100)).sum().backward()
-    (after,) = of(model).graphs.values()
-    assert after.graph is not before.graph and of(model).replayed == replayed + 1
+    (after,) = runner_of(model).graphs.values()
+    assert after.graph is not before.graph and runner_of(model).replayed == replayed + 1
 
 
 def test_a_graph_that_leaves_too_little_memory_is_dropped(model, monkeypatch, caplog):
@@ -765,7 +761,11 @@ def test_a_graph_that_leaves_too_little_memory_is_dropped(model, monkeypatch, ca
         wanted.append(hidden(model, ROWS[0]))
         wanted[-1].sum().backward()
     assert all(torch.equal(wanted[0], found) for found in wanted[1:])
-    assert not of(model).graphs and of(model).replayed == 0 and of(model)._pool is None
+    assert (
+        not runner_of(model).graphs
+        and runner_of(model).replayed == 0
+        and runner_of(model)._pool is None
+    )
     assert "4 because with it, less than 12.5% of the GPU's" in patch_report(model).cuda_graphs
     assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
 
@@ -777,7 +777,7 @@ def test_a_plan_that_is_no_table_is_given_up(model, monkeypatch):
     monkeypatch.setattr(captured_sequence.CapturedSequence, "become", refuses)
     for _ in range(4):
         hidden(model, ROWS[0]).sum().backward()
-    assert not of(model).graphs and of(model).replayed == 0
+    assert not runner_of(model).graphs and runner_of(model).replayed == 0
     assert "3 because its kernels' plan is not a table" in patch_report(model).cuda_graphs
 
 
@@ -792,7 +792,7 @@ def test_backends_that_nobody_tried_with_empty_documents_run_without(model, monk
     monkeypatch.setattr(captured_layers, "_unbounded", UNBOUNDED)
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
-    assert of(model).replayed == 0
+    assert runner_of(model).replayed == 0
     assert (
         "runs in torch, which was not tried with empty documents" in patch_report(model).cuda_graphs
     )

@@ -14,7 +14,7 @@ from hf_packfree.errors import LeakDetected
 from hf_packfree.models.state import state_of
 from hf_packfree.trainer import training_run
 from tests.graphs import on_cpu
-from tests.support import tiny
+from tests.support import runner_of, tiny
 
 STEPS, SUMMED, ROWS = 4, 3, 2
 
@@ -27,10 +27,6 @@ class Noted(TrainerCallback):
 
     def on_step_end(self, args, state, control, model, **kwargs):
         self.found.append(runner_of(model).replayed)
-
-
-def runner_of(model):
-    return state_of(model.model).graphs.of(model.model)
 
 
 def trainer_of(folder, noted, collator=None, **options):

@@ -30,6 +30,7 @@ from tests.support import (
     random_weights,
     run,
     run_alone,
+    runner_of,
     tiny,
 )
 from tests.trees import GROUP, TURNS, batch_of, forest, forests
@@ -90,7 +91,7 @@ def model(kernels, monkeypatch):
 
 
 def replayed(model):
-    return state_of(model).graphs.of(model.base_model).replayed
+    return runner_of(model).replayed
 
 
 def both(model, stock, tree, **inputs):
@@ -104,7 +105,7 @@ def test_trees_of_one_bucket_are_what_their_samples_are_alone(model):
     for tree in GROUPS * 2:
         found = both(model, stock, tree)
         assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
-    graphs = state_of(model).graphs.of(model.base_model)
+    graphs = runner_of(model)
     assert graphs.replayed == 7 and len(graphs.graphs) == 1, patch_report(model).cuda_graphs
 
 
@@ -150,7 +151,7 @@ def test_the_bits_of_the_same_bucket_without_a_graph(model):
     trunk, embed = model.base_model, model.get_input_embeddings()
     for _ in range(2):
         both(model, tiny(), GROUPS[0])
-    (bucket, _), *_ = state_of(trunk).graphs.of(trunk).graphs
+    (bucket, _), *_ = runner_of(trunk).graphs
     for tree in GROUPS:
         ids, record = batch_of(tree).inputs.values()
         weight, found = torch.randn(1, record.num_tokens, 64), []
