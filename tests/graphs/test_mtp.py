@@ -17,6 +17,7 @@ from tests.support import (
     worst_gradient,
 )
 
+pytestmark = pytest.mark.slow
 ORDERS = heads.LENGTHS, heads.LENGTHS[::-1], (64, 1, 37, 5, 3, 23, 2)
 
 

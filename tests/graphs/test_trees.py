@@ -128,6 +128,7 @@ def test_the_tree_before_would_be_seen(model, monkeypatch, part):
     assert replayed(model) == 3
 
 
+@pytest.mark.slow
 def test_branches_and_trees_do_not_feel_each_other(model):
     """Whatever tree was before: gradients of one segment's hidden states, by token."""
     both(model, tiny(), GROUPS[0])
