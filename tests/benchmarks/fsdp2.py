@@ -18,6 +18,7 @@ import argparse
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,23 +43,22 @@ class Sharding(NamedTuple):
 
     Attributes:
         layers: so many are gathered, and their gradients reduced, at once.
+        first: so many are in the first group (0: as many as in each), whose weights are gathered
+            while nothing else can run, and whose gradients are reduced behind everything else.
         kept: gathered weights stay until the backward pass.
-        ahead: so many groups are gathered before they are needed; 0: as FSDP2 does by itself.
         whole_base: of adapters: they alone are sharded, all in one group; what they adapt is whole
             on each rank, in bf16.
     """
 
     layers: int = 1
+    first: int = 0
     kept: bool = False
-    ahead: int = 0
     whole_base: bool = False
 
 
 SHARDINGS = {
-    "weights kept": Sharding(kept=True),
-    "groups of 4 layers": Sharding(layers=4),
     "groups of 4 layers, weights kept": Sharding(layers=4, kept=True),
-    "gathered two ahead": Sharding(ahead=2),
+    "groups of 2, 11 and 11 layers, weights kept": Sharding(layers=11, first=2, kept=True),
     "frozen weights whole": Sharding(whole_base=True),
 }
 
@@ -157,14 +157,11 @@ def shard(model: Any, device: str, sharding: Sharding = Sharding()) -> None:
     if sharding.whole_base:
         options["ignored_params"] = {one for one in model.parameters() if not one.requires_grad}
         layers = []
-    groups = [layers[start : start + size] for start in range(0, len(layers), size)]
+    bounds = [0, *range(sharding.first or size, len(layers), size), len(layers)]
+    groups = [layers[start:end] for start, end in pairwise(bounds) if start < end]
     for group in groups:
         fully_shard(group, reshard_after_forward=not sharding.kept, **options)
     fully_shard(model, **options)
-    firsts = [group[0] for group in groups if sharding.ahead]
-    for i, first in enumerate(firsts):
-        first.set_modules_to_forward_prefetch(firsts[i + 1 : i + 1 + sharding.ahead])
-        first.set_modules_to_backward_prefetch(firsts[max(i - sharding.ahead, 0) : i][::-1])
 
 
 def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:

@@ -18,10 +18,8 @@ from tests.support import gradients, worst_gradient
 # what is deprecated is PEFT's to change
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
 GATHERED = {
-    "weights kept": (1, 4),
-    "groups of 4 layers": (4, 0),
     "groups of 4 layers, weights kept": (4, 4),
-    "gathered two ahead": (1, 0),
+    "groups of 2, 11 and 11 layers, weights kept": (2, 4),
     "frozen weights whole": (4, 4),
 }
 """Of the tiny model's four layers: whole in the first one's forward, and after that of the model."""
