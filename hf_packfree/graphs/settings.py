@@ -21,6 +21,7 @@ _HOOKS = (
     "_hf_hook",
 )
 _WEIGHTS = (Tensor, nn.Parameter)
+_IN_4_BITS = "bitsandbytes.nn.modules", "Params4bit"
 
 
 class Settings:
@@ -55,6 +56,12 @@ class Settings:
             if isinstance(value, Tensor) and value.numel() == 1
         ]
         self._tensors = [*_tensors(module)]
+        # a weight in 4 bits has its constants in an attribute
+        self._constants: list[tuple[Any, Any]] = [
+            (x, state)
+            for x in self._tensors
+            if (state := getattr(x, "quant_state", None)) is not None
+        ]
         self._addresses, self._switches = _addresses(self._tensors), _switches(module)
 
     def hold(self, module: nn.Module) -> bool:
@@ -72,6 +79,7 @@ class Settings:
         return (
             same
             and all(each[name] is value for each, name, value in self._numbers)
+            and all(x.quant_state is state for x, state in self._constants)
             and self._addresses == _addresses(self._tensors)
             and self._switches == _switches(module)
         )
@@ -118,7 +126,7 @@ def why_not(module: nn.Module) -> str | None:
     for name, part in parts:
         own = chain(part._parameters.values(), part._buffers.values())
         for x in (x for x in own if x is not None):
-            if type(x) not in _WEIGHTS:
+            if type(x) not in _WEIGHTS and (type(x).__module__, type(x).__name__) != _IN_4_BITS:
                 return f"{name} holds a {type(x).__name__}"
             devices.add(x.device)
     if len(devices) > 1 or any(device.type != "cuda" for device in devices):

@@ -12,9 +12,10 @@ import torch
 from hf_packfree import patch_report
 from hf_packfree.graphs.bucket import bucket_of, in_bucket, lengthened
 from hf_packfree.models.state import state_of
-from tests.benchmarks.models import put_lora_on
+from tests.benchmarks.models import put_lora_on, quantise
 from tests.gpu.checks import DEVICE, TRIAL, gpu, record_of, spans
 from tests.gpu.small import NARROW, packed_row, small
+from tests.integrations.marks import needs
 from tests.support import checkpoint_layers, difference, gradients, runner_of
 
 pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
@@ -76,14 +77,18 @@ def both(model: Any, lengths: Any, seed: int = 0) -> tuple[float, float]:
     return values, worst
 
 
-@pytest.mark.parametrize("lora", ["", "fp32", "bf16"])
+@pytest.mark.parametrize(
+    "lora", ["", "fp32", "bf16", pytest.param("in 4 bits", marks=needs("peft", "bitsandbytes"))]
+)
 def test_packings_in_turns(record, lora):
     """Other lengths, other numbers of documents: each row has the bits of its bucket without a
     graph.
     """
     model = model_of()
+    if lora == "in 4 bits":
+        quantise(model)
     if lora:
-        put_lora_on(model, lora, False)
+        put_lora_on(model, "bf16" if lora == "in 4 bits" else lora, False)
     # rows that no bucket was captured for run as they are
     for lengths in ROWS * 2:
         step(model, lengths)
