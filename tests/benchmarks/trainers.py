@@ -45,6 +45,10 @@ VARIANTS: dict[str, tuple[Variant, dict[str, Any] | None]] = {
     "composed without packfree": (COMPOSED, None),
     "unpatched packed": (UNPATCHED_CONV, None),
 }
+LOOPS = {
+    "packfree, a loop of one's own": "never",
+    "packfree, a loop of one's own, with graphs": "auto",
+}
 
 
 class StepTimes(TrainerCallback):
@@ -164,13 +168,15 @@ def train(
     return row | more if said else row
 
 
-def loop(shape: Shape, adapters: str, size: int, device: str, recomputed: bool) -> dict[str, Any]:
+def loop(
+    shape: Shape, adapters: str, size: int, device: str, recomputed: bool, cuda_graphs: str
+) -> dict[str, Any]:
     """The same steps in a loop of one's own: patched, autocast, clipping, AdamW."""
     times = StepTimes(device, (WARMUP, STEPS))
     with variant_of(
         shape, replace(PATCHED, checkpointing=recomputed), device, torch.float32
     ) as model:
-        apply_patches(prepared(model, adapters), unpacked="native")
+        apply_patches(prepared(model, adapters), unpacked="native", cuda_graphs=cuda_graphs)
         if adapters:
             put_lora_on(model, "bf16" if adapters == "qlora" else "fp32", dora=False)
         trained = [one for one in model.parameters() if one.requires_grad]
@@ -240,8 +246,10 @@ def main() -> None:
             results.row(workload, name, measure)
             free()
         recomputed = make is not plain
-        own = partial(loop, shape, adapters, size, options.device, recomputed)
-        results.row(workload, "packfree, a loop of one's own", own)
+        for name, graphs in LOOPS.items():
+            own = partial(loop, shape, adapters, size, options.device, recomputed, graphs)
+            results.row(workload, name, own)
+            free()
 
 
 if __name__ == "__main__":
