@@ -8,12 +8,10 @@ the head. The model is never changed, so that hooks, other threads and copies se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import Parameter, signature
-from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +30,6 @@ from hf_packfree.packing.lazy import LazyTensor
 
 _UPSTREAM = signature(ForCausalLMLoss)
 _FSDP = "torch.distributed.fsdp."
-_KEYWORDS: WeakKeyDictionary[FunctionType, Mapping[str, Parameter]] = WeakKeyDictionary()
-"""The parameters of loss functions that were called."""
 
 
 class OfCall:
@@ -344,11 +340,6 @@ def taken_by(loss: Any) -> Callable[[str], bool]:
     """Return a function that tells whether a loss function takes a keyword. A loss that does not
     take `shift_labels` gets the row's targets from `labels`.
     """
-    # once for each function, since the GPU waits
-    taken = _KEYWORDS.get(loss) if isinstance(loss, FunctionType) else None
-    if taken is None:
-        taken = signature(loss).parameters
-        if isinstance(loss, FunctionType):
-            _KEYWORDS[loss] = taken
+    taken = signature(loss).parameters
     takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
     return lambda name: takes_all or name in taken

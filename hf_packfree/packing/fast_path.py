@@ -29,8 +29,8 @@ def offsets_of_one_row(
     cu_seqlens: Sequence[Tensor],
     seq_idx: Tensor | None,
     position_ids: Tensor | None,
-) -> Integers | None:
-    """Return int64 [N+1], the offsets of the documents of one row.
+) -> Tensor | None:
+    """Return int64 [N+1] on the host, the offsets of the documents of one row.
 
     None where an input is malformed, two inputs disagree, or there is no input; where the row ends
     in a one-token document, which may be padding; and where only positions are given and they go
@@ -47,8 +47,6 @@ def offsets_of_one_row(
     if (
         tokens < 2
         or not given
-        # whose tensors numpy cannot read
-        or is_transformed()
         or not all(isinstance(tensor, Tensor) and tensor.device == device for tensor in given)
     ):
         return None
@@ -79,9 +77,9 @@ def offsets_of_one_row(
     return _on_the_host(marks, alone, tokens)
 
 
-def _on_the_host(marks: Tensor, positions: Tensor | None, tokens: int) -> Integers | None:
-    """Return int64 [N+1], the offsets of documents that start where `marks` is True; None if it is
-    nowhere True, or if positions go back into the middle of the document before.
+def _on_the_host(marks: Tensor, positions: Tensor | None, tokens: int) -> Tensor | None:
+    """Return int64 [N+1] on the host, the offsets of documents that start where `marks` is True;
+    None if it is nowhere True, or if positions go back into the middle of the document before.
 
     The marks are copied to the host, which waits once: finding the starts on the device would take
     three such waits.
@@ -91,20 +89,21 @@ def _on_the_host(marks: Tensor, positions: Tensor | None, tokens: int) -> Intege
         positions: integers [tokens] where only positions separate documents, else None.
         tokens: of the row.
     """
-    if positions is not None:
+    if positions is None:
+        found = marks.to("cpu").nonzero()[:, 0]
+    else:
         # if all documents start at the same position, none starts inside the one before
         others = (marks & (positions != positions[0])).any()
-        marks = torch.cat([marks, others[None]])
-    host = marks.to("cpu").numpy()
-    found = np.flatnonzero(host[:tokens])
-    if positions is not None and host[-1] and _any_goes_back_inside(positions, found):
-        return None
-    return np.concatenate((found, (tokens,))) if len(found) else None
+        host = torch.cat([marks, others[None]]).to("cpu")
+        found = host[:-1].nonzero()[:, 0]
+        if host[-1] and _any_goes_back_inside(positions, found):
+            return None
+    return torch.nn.functional.pad(found, (0, 1), value=tokens) if len(found) else None
 
 
-def _any_goes_back_inside(positions: Tensor, found: Integers) -> bool:
-    host, firsts = positions.to("cpu"), torch.from_numpy(found)
-    return bool(goes_back_inside(host[firsts], host[firsts - 1]).any())
+def _any_goes_back_inside(positions: Tensor, found: Tensor) -> bool:
+    host = positions.to("cpu")
+    return bool(goes_back_inside(host[found], host[found - 1]).any())
 
 
 def rows_of_mask(mask: Tensor) -> tuple[Integers, Tensor] | None:

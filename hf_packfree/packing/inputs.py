@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,12 +68,12 @@ def resolve_boundaries(
         return _tree(inputs, shape, device) if inputs.tree else None
     offsets = _offsets_of_one_row(inputs, shape, device)
     if offsets is not None:
-        sizes = np.diff(offsets)
-        _check_max_length(inputs, int(sizes.max()))
+        lengths = offsets.diff()
+        _check_max_length(inputs, int(lengths.max()))
         return (
             None
-            if len(sizes) == 1
-            else PackedSequence.from_lengths(sizes, device=device, batch_shape=shape)
+            if len(lengths) == 1
+            else PackedSequence.from_lengths(lengths, device=device, batch_shape=shape)
         )
     rows = _rows_of_mask(inputs, shape) if drop_padding else None
     if rows is not None:
@@ -121,7 +120,7 @@ def _tree(inputs: PackingInputs, shape: tuple[int, int], device: torch.device) -
 
 def _offsets_of_one_row(
     inputs: PackingInputs, shape: tuple[int, int], device: torch.device
-) -> Integers | None:
+) -> Tensor | None:
     if shape[0] != 1 or inputs.attention_mask is not None or inputs.foreign:
         return None
     both = [
