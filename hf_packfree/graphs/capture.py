@@ -95,6 +95,8 @@ class Graph:
 
     def _capture(self, body: Body, pool: Pool, read: Sequence[Tensor]) -> None:
         wanted = [x for x in self.inputs if x.requires_grad] + [*read]
+        # of what steps before left to the allocator, another stream can reuse nothing
+        torch.cuda.empty_cache()
         before = torch.cuda.current_stream()
         pool.stream.wait_stream(before)
         with torch.cuda.stream(pool.stream):

@@ -38,12 +38,13 @@ from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
 STEPS, WARMUP, DOCUMENTS = 30, 10, 16
 # the callback patches
 PATCHED = Variant(packfree=False)
-# {its name: (the model, what the callback is given; None: no callback)}
-VARIANTS: dict[str, tuple[Variant, dict[str, Any] | None]] = {
-    "packfree": (PATCHED, {}),
-    "packfree, no graphs": (PATCHED, {"cuda_graphs": "never"}),
-    "composed without packfree": (COMPOSED, None),
-    "unpatched packed": (UNPATCHED_CONV, None),
+# {its name: (the model, what the callback is given; None: no callback; the Trainer's arguments)}
+VARIANTS: dict[str, tuple[Variant, dict[str, Any] | None, dict[str, Any]]] = {
+    "packfree": (PATCHED, {}, {}),
+    "packfree, logging_nan_inf_filter=False": (PATCHED, {}, {"logging_nan_inf_filter": False}),
+    "packfree, no graphs": (PATCHED, {"cuda_graphs": "never"}, {}),
+    "composed without packfree": (COMPOSED, None, {}),
+    "unpatched packed": (UNPATCHED_CONV, None, {}),
 }
 LOOPS = {
     "packfree, a loop of one's own": "never",
@@ -134,11 +135,14 @@ def train(
     shape: Shape,
     variant: Variant,
     patched: dict[str, Any] | None,
+    arguments: dict[str, Any],
     adapters: str,
     size: int,
     device: str,
 ) -> dict[str, Any]:
-    """Train for some steps and return the row; `patched` is what the callback is given."""
+    """Train for some steps and return the row; `patched` is what the callback is given, `arguments`
+    what the Trainer is.
+    """
     times = StepTimes(device, (WARMUP, STEPS))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -154,6 +158,7 @@ def train(
             "save_strategy": "no",
             "report_to": [],
             "disable_tqdm": True,
+            **arguments,
         }
         ids = documents(model.config.get_text_config().vocab_size, size)
         trainer = make(prepared(model, adapters), ids, adapters, callbacks=callbacks, **common)
@@ -162,10 +167,7 @@ def train(
         logs = [log for log in trainer.state.log_history if "loss" in log]
         said = "" if patched is None else patch_report(trainer.model).cuda_graphs
         del trainer
-    row = timed(times.ends, size, device) | {"logged": logs[-1]}
-    # what graphs keep is allocated by nobody
-    more = {"note": f"{said}; memory reserved", "peak_gib": row["reserved_gib"]}
-    return row | more if said else row
+    return of_graphs(timed(times.ends, size, device), said) | {"logged": logs[-1]}
 
 
 def loop(
@@ -197,7 +199,17 @@ def loop(
             optimizer.step()
             optimizer.zero_grad()
             times.on_step_end()
-    return timed(times.ends, size, device) | {"logged": {"loss": loss.item()}}
+        said = patch_report(model).cuda_graphs
+    return of_graphs(timed(times.ends, size, device), said) | {"logged": {"loss": loss.item()}}
+
+
+def of_graphs(row: dict[str, Any], said: str) -> dict[str, Any]:
+    """Return a row with the memory that the process reserves, where graphs ran: what they keep is
+    allocated by nobody. `said` is what the report says of them.
+    """
+    return (
+        row | {"note": f"{said}; memory reserved", "peak_gib": row["reserved_gib"]} if said else row
+    )
 
 
 def start_of_peak(device: str) -> None:
@@ -241,8 +253,8 @@ def main() -> None:
         ("trl-8k-full", sft, ""),
         ("trl-8k-lora-padding-free", partial(sft, padding_free=True), "lora"),
     ):
-        for name, (variant, patched) in VARIANTS.items():
-            measure = partial(train, make, shape, variant, patched, adapters, size, options.device)
+        for name, described in VARIANTS.items():
+            measure = partial(train, make, shape, *described, adapters, size, options.device)
             results.row(workload, name, measure)
             free()
         recomputed = make is not plain

@@ -11,8 +11,9 @@ import copy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from hf_packfree import apply_patches
+from hf_packfree import PackFreeCallback, apply_patches
 from hf_packfree.models import vision_attention, vision_language
 from hf_packfree.packing import PackedSequence
 from hf_packfree.patching.registry import FAMILIES
@@ -178,3 +179,30 @@ def test_layers_of_other_families_never_wait(family, monkeypatch):
         (logits * torch.randn_like(logits)).sum().backward()
     # which a CPU's attention has in blocks of a window's keys
     assert not {*waits.found} - INDEXED, waits.found
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_between_steps_the_trainer_waits_for_its_filter_of_losses_alone(filtered, tmp_path):
+    """What docs/fast.md says of `logging_nan_inf_filter`; the callback waits for nothing there."""
+    waits, between = Waits(), []
+
+    class Counting(Trainer):
+        def training_step(self, *args, **kwargs):
+            between.append([*waits.found])
+            loss = super().training_step(*args, **kwargs)
+            waits.found.clear()
+            return loss
+
+    options = {"max_steps": 5, "per_device_train_batch_size": 2, "logging_steps": 100}
+    quiet = {"use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    trainer = Counting(
+        tiny().train(),
+        TrainingArguments(str(tmp_path), **options, **quiet, logging_nan_inf_filter=filtered),
+        train_dataset=[{"input_ids": list(range(2, 22))} for _ in range(10)],
+        data_collator=DataCollatorWithFlattening(),
+        callbacks=[PackFreeCallback()],
+    )
+    with waits:
+        trainer.train()
+    # the first step is logged
+    assert between[2:] == [["_local_scalar_dense"] * 2 * filtered] * 3
