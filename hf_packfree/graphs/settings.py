@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -56,12 +57,8 @@ class Settings:
             if isinstance(value, Tensor) and value.numel() == 1
         ]
         self._tensors = [*_tensors(module)]
-        # a weight in 4 bits has its constants in an attribute
-        self._constants: list[tuple[Any, Any]] = [
-            (x, state)
-            for x in self._tensors
-            if (state := getattr(x, "quant_state", None)) is not None
-        ]
+        self._in_4_bits = [x for x in self._tensors if type(x) not in _WEIGHTS]
+        self._constants = _constants(self._in_4_bits)
         self._addresses, self._switches = _addresses(self._tensors), _switches(module)
 
     def hold(self, module: nn.Module) -> bool:
@@ -71,6 +68,7 @@ class Settings:
             function = each.get(checkpointing.FUNCTION)
             if checkpointing.are_alike(function, copy[checkpointing.FUNCTION]):
                 copy[checkpointing.FUNCTION] = function
+        constants = _constants(self._in_4_bits)
         try:
             same = not any(self._empty) and self._attributes == self._copies
         # raised where a tensor was replaced by another one, since `==` then compares elements
@@ -79,7 +77,8 @@ class Settings:
         return (
             same
             and all(each[name] is value for each, name, value in self._numbers)
-            and all(x.quant_state is state for x, state in self._constants)
+            and len(constants) == len(self._constants)
+            and all(map(is_, constants, self._constants))
             and self._addresses == _addresses(self._tensors)
             and self._switches == _switches(module)
         )
@@ -103,6 +102,16 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def _addresses(tensors: list[Tensor]) -> list[tuple[int, bool]]:
     return [(x.data_ptr(), x.requires_grad) for x in tensors]
+
+
+def _constants(tensors: list[Tensor]) -> list[Any]:
+    """Return the objects that weights in 4 bits are dequantised with: bitsandbytes keeps them in an
+    attribute of each weight, and replaces them there when the weight moves.
+    """
+    states = (getattr(x, "quant_state", None) for x in tensors)
+    nested = ((state, getattr(state, "state2", None)) for state in states if state is not None)
+    found = (state for states in nested for state in states if state is not None)
+    return [value for state in found for value in (state, *vars(state).values())]
 
 
 def _switches(module: nn.Module) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ ROWS = (30, 11, 7), (9, 9, 9, 21), (47, 1)
 @pytest.fixture
 def model(tmp_path):
     tiny().save_pretrained(tmp_path)
-    return quantised(tmp_path)
+    return quantised(tmp_path, bnb_4bit_use_double_quant=True)
 
 
 def step(model, lengths):
@@ -55,12 +55,20 @@ def test_replayed_rows_train_as_rows_without_graphs_do(model, monkeypatch):
 
 
 def test_constants_of_a_weight_in_4_bits_are_compared(model):
-    settings = Settings(model)
-    assert settings.hold(model)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    before, weight.quant_state = weight.quant_state, copy.deepcopy(weight.quant_state)
-    assert not settings.hold(model)
-    weight.quant_state = before
+    settings, weight = Settings(model), model.model.layers[-1].mlp.down_proj.weight
+    state = weight.quant_state
+    for owner, name, other in (
+        (weight, "quant_state", copy.deepcopy(state)),
+        (weight, "quant_state", None),
+        # as where a model moves to another device and back
+        (state, "absmax", state.absmax.clone()),
+        (state.state2, "absmax", state.state2.absmax.clone()),
+    ):
+        assert settings.hold(model)
+        before = getattr(owner, name)
+        setattr(owner, name, other)
+        assert not settings.hold(model), name
+        setattr(owner, name, before)
     assert settings.hold(model)
 
 

@@ -459,13 +459,12 @@ def loaded(folder, config):
     return Qwen3_5ForCausalLM.from_pretrained(folder, **options).train()
 
 
-def quantised(folder, computes_in=torch.float32):
+def quantised(folder, computes_in=torch.float32, **options):
     """Load the tiny model with 4-bit linear layers that compute in this dtype."""
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes_in
-    )
+    options |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": computes_in}
+    config = BitsAndBytesConfig(load_in_4bit=True, **options)
     model = loaded(folder, config)
     assert type(model.model.layers[0].linear_attn.in_proj_qkv).__name__ == "Linear4bit"
     return model
