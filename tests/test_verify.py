@@ -10,7 +10,7 @@ import math
 import pstats
 import sys
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -297,13 +297,13 @@ def test_products_in_tf32_have_limits_of_their_own(monkeypatch):
     """
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for ran, precision, tf32 in (
-        ((), "highest", False),
-        ({"fla"}, "highest", True),
-        ((), "high", True),
+        ((), "none", False),
+        ((), "ieee", False),
+        ({"fla"}, "ieee", True),
+        ((), "tf32", True),
     ):
-        monkeypatch.setattr(
-            torch, "get_float32_matmul_precision", lambda precision=precision: precision
-        )
+        matmul = SimpleNamespace(fp32_precision=precision)
+        monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
         assert packing_report.limits_for(cuda, torch.float32, ran) == (
             packing_report.TF32 if tf32 else packing_report.LIMITS[torch.float32]
         )

@@ -77,6 +77,8 @@ class Graph:
         pool: the memory, see `Pool`.
         read: the stand-ins for `parameters` that the body reads during the capture, see
             `in_the_place_of`.
+        kept: what holds all else that the body reads, such as frozen weights: it lives as long as
+            the graph, which a backward pass that is still to come keeps.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class Graph:
         parameters: Sequence[Tensor],
         pool: Pool,
         read: Sequence[Tensor],
+        kept: Any = None,
     ) -> None:
+        self.kept = kept
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         self.parameters = tuple(parameters)
         self._row: Any = lambda: None
@@ -102,7 +106,7 @@ class Graph:
         with torch.cuda.stream(pool.stream):
             for _ in range(WARM_UP):
                 out = body(*self.inputs)
-                torch.autograd.grad(out, wanted, torch.zeros_like(out), allow_unused=True)
+                _gradients(out, wanted, torch.zeros_like(out))
         before.wait_stream(pool.stream)
         refuse_other_leaves(out, wanted)
         del out
@@ -114,7 +118,7 @@ class Graph:
             out = body(*self.inputs)
         self.d_out = torch.zeros_like(out)
         with torch.cuda.graph(self._backward, **options):
-            grads = torch.autograd.grad(out, wanted, self.d_out, allow_unused=True)
+            grads = _gradients(out, wanted, self.d_out)
         # results are copied right after a replay, because other graphs use the memory afterwards
         self.out = borrowed(out)
         left = iter(grads)
@@ -154,6 +158,12 @@ class Graph:
         return d_inputs + self.gradients.hand_out()
 
 
+def _gradients(out: Tensor, wanted: Sequence[Tensor], d_out: Tensor) -> tuple[Any, ...]:
+    """Return the gradients, computed without autocast, which is off in a step's backward pass."""
+    with torch.autocast(out.device.type, enabled=False):
+        return torch.autograd.grad(out, wanted, d_out, allow_unused=True)
+
+
 @contextmanager
 def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator[list[Tensor]]:
     """Replace a module's parameters, for the block, by new ones on the same memory; yields these.
@@ -161,6 +171,10 @@ def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator
     The autograd node that accumulates a parameter's gradients is bound to the stream on which it
     was made, and lives while DDP, or the last step's loss, holds it. A capture, on a stream of its
     own, fails if it meets such a node.
+
+    Raises:
+        NotCapturable: the block gave one of them other memory, which a replay would read: nobody
+            keeps it, and the optimizer does not know it.
     """
     others = {id(x): nn.Parameter(x.detach()) for x in parameters}
     places = [
@@ -173,6 +187,10 @@ def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator
         for part, name, x in places:
             setattr(part, name, others[id(x)])
         yield [others[id(x)] for x in parameters]
+        for x in parameters:
+            other = others[id(x)]
+            if (other.data_ptr(), other.dtype) != (x.data_ptr(), x.dtype):
+                raise NotCapturable(f"a layer moves a parameter of {tuple(x.shape)}")
     finally:
         for part, name, x in places:
             setattr(part, name, x)

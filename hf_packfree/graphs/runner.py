@@ -284,6 +284,7 @@ class Runner:
                     parameters,
                     self._pool,
                     read,
+                    self._settings,
                 )
         except NotCapturable as error:
             # which no other length would change

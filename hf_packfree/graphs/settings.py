@@ -21,6 +21,7 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_hf_hook",
 )
+_all_are_hooked = nn.modules.module._has_any_global_hook
 _WEIGHTS = (Tensor, nn.Parameter)
 _IN_4_BITS = "bitsandbytes.nn.modules", "Params4bit"
 
@@ -59,6 +60,7 @@ class Settings:
         self._tensors = [*_tensors(module)]
         self._in_4_bits = [x for x in self._tensors if type(x) not in _WEIGHTS]
         self._constants = _constants(self._in_4_bits)
+        self._tensors += [x for x in self._constants if isinstance(x, Tensor)]
         self._addresses, self._switches = _addresses(self._tensors), _switches(module)
 
     def hold(self, module: nn.Module) -> bool:
@@ -119,13 +121,18 @@ def _switches(module: nn.Module) -> tuple[Any, ...]:
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        # not `get_float32_matmul_precision`, which raises after `TrainingArguments(tf32=True)`
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,
+        bool(_all_are_hooked()),
         getattr(getattr(module, "config", None), "_attn_implementation", None),
     )
 
 
 def why_not(module: nn.Module) -> str | None:
     """Return why a model cannot be captured, or None."""
+    if _all_are_hooked():
+        return "all modules have hooks (register_module_forward_hook and the like)"
     parts = [*_parts(module)]
     for name, part in parts:
         why = _why_not_part(name, part) or checkpointing.why_not(part)

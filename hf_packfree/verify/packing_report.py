@@ -47,7 +47,9 @@ def limits_for(device: torch.device, dtype: torch.dtype, packages: Collection[st
     """Return the limits of rounding for a device and dtype; `packages` are the top-level packages
     whose functions ran, such as "fla".
     """
-    tf32 = "fla" in packages or torch.get_float32_matmul_precision() != "highest"
+    # not `get_float32_matmul_precision`, which raises after `TrainingArguments(tf32=True)`
+    rounds = torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
+    tf32 = "fla" in packages or rounds
     return TF32 if (device.type, dtype) == ("cuda", torch.float32) and tf32 else LIMITS[dtype]
 
 

@@ -171,9 +171,9 @@ def _head(depth: int) -> dict[str, Any]:
     return {"mtp": MTPOptions(from_scratch=True, depth=depth)}
 
 
-def quantise(model: nn.Module) -> None:
+def quantise(model: nn.Module, twice: bool = False) -> None:
     """Keep every linear layer but the head in 4 bits, in place, as `from_pretrained` does with a
-    BitsAndBytesConfig.
+    BitsAndBytesConfig; `twice`: the constants are quantised, too.
     """
     from bitsandbytes.nn import Linear4bit
 
@@ -184,7 +184,7 @@ def quantise(model: nn.Module) -> None:
                 "bias": False,
                 "compute_dtype": dtype,
                 "quant_type": "nf4",
-                "compress_statistics": False,
+                "compress_statistics": twice,
             }
             found = Linear4bit(layer.in_features, layer.out_features, **options)
             found.load_state_dict(layer.state_dict())

@@ -86,7 +86,7 @@ def test_packings_in_turns(record, lora):
     """
     model = model_of()
     if lora == "in 4 bits":
-        quantise(model)
+        quantise(model, twice=True)
     if lora:
         put_lora_on(model, "bf16" if lora == "in 4 bits" else lora, False)
     # rows that no bucket was captured for run as they are

@@ -1,0 +1,130 @@
+"""What a capture does besides recording: on a CPU, where nothing is recorded."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+from transformers.utils.import_utils import enable_tf32
+
+from hf_packfree import apply_patches
+from hf_packfree.graphs import capture, gradient_buffers
+from hf_packfree.graphs.capture import Graph, in_the_place_of
+from hf_packfree.graphs.captured_sequence import NotCapturable
+from hf_packfree.graphs.settings import Settings, why_not
+from tests.graphs import on_cpu
+from tests.support import runner_of, tiny
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """In the place of what records on a GPU: runs it, on the current stream."""
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", on_cpu.Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(gradient_buffers, "tensor_at", on_cpu.tensor_at)
+    return SimpleNamespace(stream=on_cpu.Stream(), handle=None)
+
+
+class Seen(Function):
+    """The identity; notes whether its backward pass runs under autocast."""
+
+    found: list[bool] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        Seen.found.append(torch.is_autocast_enabled("cpu"))
+        return d_out
+
+
+def test_the_backward_pass_is_captured_without_autocast(recording):
+    """A step's own is behind the block: what ran in fp32 has its gradients made in fp32."""
+    Seen.found.clear()
+    x, weight = torch.ones(2, 3, requires_grad=True), nn.Parameter(torch.ones(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        Graph(lambda x: Seen.apply(x * weight), [x], [weight], recording, [weight])
+        assert torch.is_autocast_enabled("cpu")
+    assert Seen.found == [False] * (capture.WARM_UP + 1)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.bfloat16(), torch.clone], ids=["dtype", "memory"])
+def test_a_layer_that_moves_a_parameter_is_not_captured(change):
+    """As bitsandbytes moves a bias to the dtype of its input: a replay would read that memory,
+    which nobody keeps.
+    """
+    layer = nn.Linear(2, 3)
+    before = layer.bias.data_ptr()
+    with pytest.raises(NotCapturable, match=r"moves a parameter of \(3,\)"):
+        with in_the_place_of([layer.weight, layer.bias], layer):
+            layer.bias.data = change(layer.bias.data)
+    assert layer.bias.data_ptr() == before and layer.bias.dtype == torch.float32
+    with in_the_place_of([layer.weight, layer.bias], layer) as read:
+        assert [x.data_ptr() for x in read] == [layer.weight.data_ptr(), before]
+
+
+@pytest.fixture
+def model(monkeypatch):
+    on_cpu.let_capture_whole_documents(monkeypatch)
+    return apply_patches(tiny().train(), cuda_graphs="auto")
+
+
+def hidden(model):
+    return model.base_model(
+        input_ids=torch.arange(1, 49)[None],
+        position_ids=torch.cat([torch.arange(20), torch.arange(28)])[None],
+    ).last_hidden_state
+
+
+def test_rows_are_replayed_in_tf32(model):
+    """As after `TrainingArguments(tf32=True)`: torch's older way to ask for it raises then."""
+    before = torch.backends.fp32_precision
+    enable_tf32(True)
+    try:
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+        for _ in range(3):
+            hidden(model).sum().backward()
+        settings = Settings(model.base_model)
+        assert runner_of(model).replayed == 2 and settings.hold(model.base_model)
+        enable_tf32(False)
+        assert not settings.hold(model.base_model)
+    finally:
+        torch.backends.fp32_precision = before
+
+
+def test_hooks_of_all_modules_are_not_passed_over(model):
+    settings = Settings(model.base_model)
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not settings.hold(model.base_model)
+        assert why_not(model.base_model).startswith("all modules have hooks")
+    finally:
+        handle.remove()
+    assert settings.hold(model.base_model)
+
+
+def test_a_backward_pass_still_to_come_keeps_the_frozen_weights_of_its_forward_pass(model):
+    norm = model.base_model.layers[0].input_layernorm
+    norm.weight.requires_grad_(False)
+    for _ in range(3):
+        pending = hidden(model)
+        if _ < 2:
+            pending.sum().backward()
+    assert runner_of(model).replayed == 2
+    kept = weakref.ref(norm.weight)
+    norm.weight = nn.Parameter(torch.ones_like(norm.weight), requires_grad=False)
+    hidden(model)
+    assert kept() is not None
+    pending.sum().backward()
+    del pending
+    assert kept() is None
