@@ -187,10 +187,10 @@ def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator
         for part, name, x in places:
             setattr(part, name, others[id(x)])
         yield [others[id(x)] for x in parameters]
-        for x in parameters:
-            other = others[id(x)]
-            if (other.data_ptr(), other.dtype) != (x.data_ptr(), x.dtype):
-                raise NotCapturable(f"a layer moves a parameter of {tuple(x.shape)}")
+        for given in parameters:
+            read = others[id(given)]
+            if (read.data_ptr(), read.dtype) != (given.data_ptr(), given.dtype):
+                raise NotCapturable(f"a layer moves a parameter of {tuple(given.shape)}")
     finally:
         for part, name, x in places:
             setattr(part, name, x)

@@ -123,7 +123,6 @@ def _switches(module: nn.Module) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         # not `get_float32_matmul_precision`, which raises after `TrainingArguments(tf32=True)`
         torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.cudnn.conv.fp32_precision,
         bool(_all_are_hooked()),
         getattr(getattr(module, "config", None), "_attn_implementation", None),
     )
