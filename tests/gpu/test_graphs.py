@@ -41,8 +41,16 @@ def step(model: Any, lengths: Any, seed: int = 0, tokens: Any = None) -> torch.T
         tokens, _ = packed_row(model, lengths)
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(DEVICE)
     out = model.base_model(input_ids=tokens, position_ids=positions).last_hidden_state
+    return backward(out, seed)
+
+
+def backward(out: torch.Tensor, seed: int) -> torch.Tensor:
+    """Run the backward pass of a random weighting of the hidden states, outside of autocast, as
+    trainers do; return them.
+    """
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
-    (out.float() * weight).sum().backward()
+    with torch.autocast(DEVICE, enabled=False):
+        (out.float() * weight).sum().backward()
     return out.detach()
 
 
@@ -60,9 +68,7 @@ def without(model: Any, lengths: Any, seed: int = 0, tokens: Any = None) -> torc
     out = trunk(inputs_embeds=embeddings, position_ids=positions, packed_sequence=row)
     state_of(trunk).__dict__["cuda_graphs"] = "auto"
     out = out.last_hidden_state[:, : packed.num_tokens]
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out)
-    (out.float() * weight).sum().backward()
-    return out.detach()
+    return backward(out, seed)
 
 
 def both(model: Any, lengths: Any, seed: int = 0) -> tuple[float, float]:
