@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
-from transformers.utils.import_utils import enable_tf32
 
 from hf_packfree import apply_patches
 from hf_packfree.graphs import capture, gradient_buffers
@@ -85,21 +84,21 @@ def hidden(model):
     ).last_hidden_state
 
 
-def test_rows_are_replayed_in_tf32(model):
-    """As after `TrainingArguments(tf32=True)`: torch's older way to ask for it raises then."""
-    before = torch.backends.fp32_precision
-    enable_tf32(True)
-    try:
-        with pytest.raises(RuntimeError):
-            torch.get_float32_matmul_precision()
-        for _ in range(3):
-            hidden(model).sum().backward()
-        settings = Settings(model.base_model)
-        assert runner_of(model).replayed == 2 and settings.hold(model.base_model)
-        enable_tf32(False)
-        assert not settings.hold(model.base_model)
-    finally:
-        torch.backends.fp32_precision = before
+def test_rows_are_replayed_in_tf32(model, monkeypatch):
+    """After `TrainingArguments(tf32=True)` torch's older way to ask for it raises."""
+
+    def raises():
+        raise RuntimeError("you have used mix of the legacy and new APIs")
+
+    matmul = SimpleNamespace(fp32_precision="tf32")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", raises)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    for _ in range(3):
+        hidden(model).sum().backward()
+    settings = Settings(model.base_model)
+    assert runner_of(model).replayed == 2 and settings.hold(model.base_model)
+    matmul.fp32_precision = "ieee"
+    assert not settings.hold(model.base_model)
 
 
 def test_hooks_of_all_modules_are_not_passed_over(model):
