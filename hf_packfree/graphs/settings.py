@@ -21,7 +21,6 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_hf_hook",
 )
-_all_are_hooked = nn.modules.module._has_any_global_hook
 _WEIGHTS = (Tensor, nn.Parameter)
 _IN_4_BITS = "bitsandbytes.nn.modules", "Params4bit"
 
@@ -123,15 +122,12 @@ def _switches(module: nn.Module) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         # not `get_float32_matmul_precision`, which raises after `TrainingArguments(tf32=True)`
         torch.backends.cuda.matmul.fp32_precision,
-        bool(_all_are_hooked()),
         getattr(getattr(module, "config", None), "_attn_implementation", None),
     )
 
 
 def why_not(module: nn.Module) -> str | None:
     """Return why a model cannot be captured, or None."""
-    if _all_are_hooked():
-        return "all modules have hooks (register_module_forward_hook and the like)"
     parts = [*_parts(module)]
     for name, part in parts:
         why = _why_not_part(name, part) or checkpointing.why_not(part)

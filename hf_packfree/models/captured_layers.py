@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.models.compat import masks_the_layers_ignore
+from hf_packfree.models.plain_layers import all_are_hooked
 from hf_packfree.models.recompute import has_saved_tensor_hooks
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
@@ -96,6 +97,8 @@ def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
     """Return why a row cannot be replayed, or None."""
     if not has_fixed_frequencies(trunk.config):
         return "its rotary embedding depends on the longest position"
+    if all_are_hooked():
+        return "all modules have hooks (register_module_forward_hook and the like)"
     # a capture would copy activations to memory that belongs to other tensors at a replay
     if has_saved_tensor_hooks():
         return "activations are offloaded or recomputed (hooks of saved tensors)"

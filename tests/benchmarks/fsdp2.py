@@ -57,6 +57,8 @@ class Sharding(NamedTuple):
 
 
 SHARDINGS = {
+    "weights kept": Sharding(kept=True),
+    "groups of 4 layers": Sharding(layers=4),
     "groups of 4 layers, weights kept": Sharding(layers=4, kept=True),
     "groups of 2, 11 and 11 layers, weights kept": Sharding(layers=11, first=2, kept=True),
     "frozen weights whole": Sharding(whole_base=True),

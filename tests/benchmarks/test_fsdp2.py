@@ -18,6 +18,8 @@ from tests.support import gradients, worst_gradient
 # what is deprecated is PEFT's to change
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
 GATHERED = {
+    "weights kept": (1, 4),
+    "groups of 4 layers": (4, 0),
     "groups of 4 layers, weights kept": (4, 4),
     "groups of 2, 11 and 11 layers, weights kept": (2, 4),
     "frozen weights whole": (4, 4),
