@@ -16,5 +16,7 @@ sizes:
 - `gradient_buffers`: gradients of parameters that leave the backward graph without a copy.
 - `checkpointing`: layers whose forward the backward pass runs again.
 - `settings`: what a graph depends on apart from its inputs; if that changes, it is captured anew.
-- `runner`: which rows are replayed, which are not, and why.
+- `ahead`: a row's graph is launched while the host still waits for the row's documents, on plans
+  that the device makes.
+- `runner`: which rows are replayed, which are not, and why. `of_model`: the runners of a model.
 """

@@ -51,11 +51,15 @@ class Bucket:
         """
         spare = self.tokens - packed.num_tokens
         return (
-            0 <= spare <= max(FINEST, self.tokens // STEPS)
+            self.holds_tokens(packed.num_tokens)
             and packed.num_segments + 2 <= self.documents
             and max(packed.max_seqlen, spare) <= self.longest
             and self._holds_tree(packed.tree, spare)
         )
+
+    def holds_tokens(self, tokens: int) -> bool:
+        """Whether a row of so many tokens fits, if its documents do."""
+        return 0 <= self.tokens - tokens <= max(FINEST, self.tokens // STEPS)
 
     def _holds_tree(self, tree: Tree | None, spare: int) -> bool:
         if tree is None or self.tree is None:

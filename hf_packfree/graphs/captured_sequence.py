@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hf_packfree.graphs.bucket import Bucket
 from hf_packfree.packing import PackedSequence
 
 _OF_ONE_ROW = frozenset(
@@ -113,6 +115,50 @@ class CapturedSequence(PackedSequence):
         """
         for old, new in list(self.pairs(packed)):
             old.copy_(new, non_blocking=True)
+
+
+class UnreadSequence(PackedSequence):
+    """A bounded record of a row whose documents the host does not know: plans are made on the
+    device, and those that need `_OF_ONE_ROW` raise `OtherPlan`.
+    """
+
+    @classmethod
+    def of(cls, starts: Tensor, bucket: Bucket) -> UnreadSequence:
+        """Return the record of a row, padded to the bucket as by `in_bucket`.
+
+        Args:
+            starts: bool [T], where documents start. If the bucket does not hold them, the record's
+                last document is of all that are too many, so that no kernel reads elsewhere.
+        """
+        spare = bucket.tokens - len(starts)
+        number = (starts.cumsum(0) - 1).clamp_(0, bucket.documents - 2)
+        if spare:
+            number = torch.cat([number, (number[-1:] + 1).expand(spare)])
+        documents = torch.arange(bucket.documents + 1, device=starts.device)
+        offsets = torch.searchsorted(number, documents, out_int32=True)
+        return cls(
+            cu_seqlens=offsets,
+            cu_seqlens_cpu=offsets,
+            seq_idx=number[None].int(),
+            max_seqlen=bucket.longest,
+            batch_shape=(1, bucket.tokens),
+            bounded=True,
+        )
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OF_ONE_ROW:
+            raise OtherPlan
+        return super().__getattribute__(name)
+
+    @property
+    def plan_offsets(self) -> Tensor:
+        """`cu_seqlens`, on the device."""
+        return self.cu_seqlens
+
+    @property
+    def num_segments(self) -> int:
+        """N of the bucket."""
+        return self.cu_seqlens.numel() - 1
 
 
 def _remembering(plan: Any) -> Any:

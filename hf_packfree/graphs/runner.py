@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import ran_out
 from hf_packfree.graphs import checkpointing
+from hf_packfree.graphs.ahead import Ahead
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
 from hf_packfree.graphs.capture import (
     Graph,
@@ -21,7 +22,12 @@ from hf_packfree.graphs.capture import (
     free_memory,
     in_the_place_of,
 )
-from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
+from hf_packfree.graphs.captured_sequence import (
+    CapturedSequence,
+    NotCapturable,
+    OtherPlan,
+    UnreadSequence,
+)
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
@@ -47,8 +53,8 @@ SPARE = 1 / 8
 """The share of the GPU's memory that a graph leaves to what is not captured: loss, optimizer,
 evaluation. A graph's memory is its own from then on.
 """
-Embed = Callable[[], Tensor]
-"""Returns the row's embeddings, [1, T, D]."""
+Embed = Callable[[Tensor], Tensor]
+"""Takes a row's ids [1, T], or its embeddings; returns its embeddings, [1, T, D]."""
 Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
 """The layers of a text model: embeddings [1, T, D], positions [..., 1, T] and the record, to the
 last hidden states [1, T, D].
@@ -57,10 +63,15 @@ last hidden states [1, T, D].
 
 @dataclass(eq=False, repr=False)
 class Captured:
-    """The graph of one bucket, and the record that it was captured with."""
+    """The graph of one bucket, and the record that it was captured with.
+
+    Attributes:
+        unread: whether the device may make all of its plans, see `UnreadSequence`.
+    """
 
     graph: Graph
     packed: CapturedSequence
+    unread: bool = True
 
 
 @dataclass(eq=False, repr=False)
@@ -72,6 +83,7 @@ class Runner:
         graphs: {(bucket, kind of inputs): graph}, the most recently used one last.
         reasons: {why rows ran without a graph: how many}.
         replayed: how many rows ran in a graph.
+        ahead: rows that were replayed before the host had read their documents.
         output: the class of upstream's output.
     """
 
@@ -79,6 +91,7 @@ class Runner:
     graphs: dict[Any, Captured] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     replayed: int = 0
+    ahead: Ahead = field(default_factory=Ahead)
     output: Any = None
     _seen: Counter[Any] = field(default_factory=Counter)
     _lengths: set[int] = field(default_factory=set)
@@ -94,6 +107,8 @@ class Runner:
         """Drop all graphs if the model, or a setting, changed since they were captured. Called
         before the host waits for the GPU, so that the comparison costs no time.
         """
+        # of a call that never came to `run`
+        self.ahead.drop()
         trunk = self.trunk()
         if trunk is None:
             return
@@ -110,10 +125,44 @@ class Runner:
         """Note that `look` has run for this record: `run` will not call it again."""
         self._looked_for = weakref.ref(packed.seq_idx)
 
+    def run_ahead(
+        self, embed: Embed, given: Tensor, positions: Tensor, starts: Tensor, on_host: Tensor
+    ) -> None:
+        """Replay a row before the host knows its documents, on plans that the device makes, so that
+        the device need not wait for the host; `run` takes the result, unless the row turns out to
+        need another graph, or none.
+
+        Args:
+            embed, given, positions: as for `run`.
+            starts, on_host: see `hf_packfree.packing.fast_path.Meanwhile`.
+        """
+        if self._why_not is not None or not self.ahead.pays:
+            return
+        # that of the widest bounds, which hold the row if those of any graph do
+        fits = [
+            key
+            for key, each in self.graphs.items()
+            if each.unread and key[0].tree is None and key[0].holds_tokens(len(starts))
+        ]
+        if not fits or self._in_use() is not None:
+            return
+        key = max(fits, key=lambda key: (key[0].documents, key[0].longest, -key[0].tokens))
+        bucket, captured, embeddings = key[0], self.graphs[key], embed(given)
+        if key[1] != _kind(embeddings, positions):
+            return
+        try:
+            captured.packed.become(UnreadSequence.of(starts, bucket))
+        except OtherPlan:
+            captured.unread = False
+            return
+        hidden = captured.graph.replay(*_lengthened(embeddings, positions, bucket))
+        self.ahead.keep(key, hidden, (given, positions), on_host)
+
     def run(
         self,
         layers: Layers,
         embed: Embed,
+        given: Tensor,
         positions: Tensor,
         packed: PackedSequence,
         why_not: str | None = None,
@@ -128,23 +177,33 @@ class Runner:
         self._looked_for = None
         found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed)
         if found is None:
-            found = self._replay(layers, embed, positions, packed, wait)
+            found = self._take(given, positions, packed)
+        if found is None:
+            found = self._replay(layers, embed(given), positions, packed, wait)
         if isinstance(found, Tensor):
             self.replayed += 1
             return found
         self.reasons[found] += 1
         return None
 
+    def _take(self, given: Tensor, positions: Tensor, packed: PackedSequence) -> Tensor | None:
+        """Return what `run_ahead` computed for the row, or None."""
+        result = self.ahead.take((given, positions), packed)
+        self.ahead.drop()
+        if result is None:
+            return None
+        self.graphs[result.key] = self.graphs.pop(result.key)
+        return result.hidden[:, : packed.num_tokens]
+
     def _replay(
         self,
         layers: Layers,
-        embed: Embed,
+        embeddings: Tensor,
         positions: Tensor,
         packed: PackedSequence,
         wait: bool,
     ) -> Tensor | str:
-        embeddings = embed()
-        kind = (positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad)
+        kind = _kind(embeddings, positions)
         # for trees, buckets that were seen also count, since two trees hardly ever round up to the
         # same sizes
         seen = self._seen if packed.tree is not None and not wait else ()
@@ -159,10 +218,7 @@ class Runner:
         if key not in self.graphs and (why := self._not_now(key)) is not None:
             return why
         row = in_bucket(on_host(packed), bucket)
-        inputs = (
-            lengthened(embeddings, bucket, 1),
-            lengthened(positions, bucket, positions.ndim - 1),
-        )
+        inputs = _lengthened(embeddings, positions, bucket)
         if key not in self.graphs:
             return self._capture(key, layers, inputs, row) or self._first(key, inputs, row, packed)
         return self._run(key, inputs, row, packed)
@@ -302,50 +358,14 @@ class Runner:
             return why
 
 
-class Graphs:
-    """The graphs of every text model that one call of `apply_patches` patched; a copy of this
-    object has none.
+def _kind(embeddings: Tensor, positions: Tensor) -> Any:
+    """Return what, apart from the bucket, decides which graph runs a row."""
+    return positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad
 
-    Attributes:
-        wait: whether no graph is captured at present, because the optimizer has yet to allocate its
-            states: a graph's memory is counted after that. Graphs that are there are replayed.
-    """
 
-    def __init__(self) -> None:
-        self.wait = False
-        self._runners: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
-
-    def of(self, trunk: nn.Module) -> Runner:
-        """Return the text model's runner."""
-        if trunk not in self._runners:
-            self._runners[trunk] = Runner(weakref.ref(trunk))
-        return self._runners[trunk]
-
-    def look(self) -> None:
-        """See `Runner.look`."""
-        for runner in self._runners.values():
-            runner.look()
-
-    def looked_for(self, packed: PackedSequence) -> None:
-        """See `Runner.looked_for`."""
-        for runner in self._runners.values():
-            runner.looked_for(packed)
-
-    def in_words(self) -> str:
-        """Return in words how many rows ran in graphs, and why others did not."""
-        runners = list(self._runners.values())
-        reasons = sum((runner.reasons for runner in runners), Counter[str]())
-        lengths = sorted({key[0].tokens for runner in runners for key in runner.graphs})
-        said = f"{sum(runner.replayed for runner in runners)} rows were replayed"
-        said += f" (of up to {', '.join(map(str, lengths))} tokens)" if lengths else ""
-        why = ", ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
-        return f"CUDA graphs: {said}" + (f"; without: {why}" if why else "")
-
-    def __deepcopy__(self, memo: Any) -> Graphs:
-        return Graphs()
-
-    def __reduce__(self) -> Any:
-        return Graphs, ()
+def _lengthened(embeddings: Tensor, positions: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """Return the inputs of the bucket's graph."""
+    return lengthened(embeddings, bucket, 1), lengthened(positions, bucket, positions.ndim - 1)
 
 
 def _why_not_row(packed: PackedSequence) -> str | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_packfree.models.call import Call
 from hf_packfree.models.compat import masks_the_layers_ignore
 from hf_packfree.models.plain_layers import all_are_hooked
 from hf_packfree.models.recompute import has_saved_tensor_hooks
@@ -15,6 +17,7 @@ from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.fast_path import Meanwhile
 
 _READ = frozenset(
     {
@@ -71,24 +74,47 @@ def in_graph(
         kinds.append(type(output))
         return output.last_hidden_state
 
-    def embed() -> Tensor:
-        given = row.get("inputs_embeds")
-        if given is None:
-            given = trunk.get_input_embeddings()(row["input_ids"])
-        return given
-
-    runner = state.graphs.of(trunk)
+    runner, given = state.graphs.of(trunk), _given(row)
     why_not, wait = _why_not(trunk, row), state.graphs.wait
-    hidden = runner.run(layers, embed, row["position_ids"], packed, why_not, wait)
+    embed = partial(_embed, trunk)
+    hidden = runner.run(layers, embed, given, row["position_ids"], packed, why_not, wait)
     if hidden is None:
         return None
     runner.output = kinds[0] if kinds else runner.output
     return runner.output(last_hidden_state=hidden)
 
 
+def ahead(call: Call) -> Meanwhile | None:
+    """Return what replays the row of a training step's call before the host has read its documents,
+    see `Runner.run_ahead`; None where no row was replayed yet, or the text model's inputs may be
+    others than the call's.
+    """
+    runner, module = state_of(call.module).graphs.of_one(), call.module
+    trunk = None if runner is None else runner.trunk()
+    given, positions = _given(call.arguments), call.position_ids
+    if runner is None or trunk is None or not runner.graphs or call.has_media:
+        return None
+    if trunk is not module and trunk is not module.base_model:
+        return None
+    if not isinstance(positions, Tensor) or positions.shape != given.shape[:2]:
+        return None
+    return partial(runner.run_ahead, partial(_embed, trunk), given, positions)
+
+
+def _given(arguments: dict[str, Any]) -> Tensor:
+    """Return the ids, or else the embeddings, that a text model is called with."""
+    embeddings: Tensor | None = arguments.get("inputs_embeds")
+    return arguments["input_ids"] if embeddings is None else embeddings
+
+
+def _embed(trunk: Any, given: Tensor) -> Tensor:
+    """Return the embeddings of ids, or embeddings as they are."""
+    return given if given.is_floating_point() else trunk.get_input_embeddings()(given)
+
+
 def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
     """Whether the row belongs to a training step in eager mode on a GPU."""
-    x = row["input_ids"] if row.get("inputs_embeds") is None else row["inputs_embeds"]
+    x = _given(row)
     eager = not torch.compiler.is_compiling()
     return bool(trunk.training and torch.is_grad_enabled() and x.is_cuda and eager)
 
@@ -133,4 +159,4 @@ def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
-__all__ = ["in_graph"]
+__all__ = ["ahead", "in_graph"]

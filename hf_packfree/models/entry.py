@@ -13,6 +13,7 @@ from hf_packfree.errors import BoundaryError, CacheConflict, UnsupportedInput
 from hf_packfree.models import compat
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.call import UNPACKED, UNREAD, Call
+from hf_packfree.models.captured_layers import ahead
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.row_adapters import (
     refuse_prompts_from_above,
@@ -27,6 +28,7 @@ from hf_packfree.packing import (
     uncompiled,
 )
 from hf_packfree.packing.compiling import is_transformed
+from hf_packfree.packing.fast_path import Meanwhile
 from hf_packfree.packing.mrope_rows import is_text
 from hf_packfree.packing.tree_keywords import RECORD
 
@@ -70,6 +72,7 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
             drop_padding=drop_padding and ours and state.padded != "upstream",
             drop_all=ours and not call.generates,
             unpacked=ours and (_is_misread(call, inputs) or state.runs_unpacked),
+            meanwhile=ahead(call) if replays else None,
         )
         if replays and isinstance(found, PackedSequence):
             state.graphs.looked_for(found)
@@ -126,6 +129,7 @@ def read_call(
     drop_padding: bool = False,
     drop_all: bool = False,
     unpacked: bool = False,
+    meanwhile: Meanwhile | None = None,
 ) -> PackedSequence | None:
     """Build the record of one forward, or return None where upstream is exact.
 
@@ -135,6 +139,7 @@ def read_call(
         drop_padding: also build a record for padded rows of one document.
         drop_all: also build a record for a batch of nothing but padding.
         unpacked: also build a record for rows of one document without padding.
+        meanwhile: see `resolve_boundaries`.
 
     Raises:
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
@@ -164,6 +169,7 @@ def read_call(
         drop_all=drop_padding or drop_all,
         cached=cached,
         generates=cached or call.generates,
+        meanwhile=meanwhile,
     )
     if packed is None and unpacked and _has_no_padding(inputs.attention_mask) and rows * tokens > 0:
         packed = PackedSequence.from_lengths(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.graphs.runner import Graphs
+from hf_packfree.graphs.of_model import Graphs
 from hf_packfree.models.call import Call
 from hf_packfree.models.run_options import RunOptions
 from hf_packfree.ops.backend import BATCH_INVARIANT, HALF

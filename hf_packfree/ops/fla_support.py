@@ -7,7 +7,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from packaging.version import Version
 from torch import Tensor
@@ -82,13 +81,10 @@ def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:
     """Return, on the row's device, the plan of chunks of `size` tokens: each document's first
     chunk, and each chunk's document.
 
-    Computed on the host, so that nothing waits for the device.
-
     Returns:
         int32 [N+1], the number of each document's first chunk, and NC, the number of all chunks.
         int32 [NC, 2], each chunk's document, and its number within the document.
     """
     firsts, document, number = chunk_plan(packed, size)
-    device, plan = packed.cu_seqlens.device, (firsts, np.stack((document, number), 1))
-    starts, chunks = (torch.from_numpy(part).to(device, non_blocking=True) for part in plan)
-    return starts, chunks
+    device, chunks = packed.cu_seqlens.device, torch.stack((document, number), 1)
+    return firsts.to(device, non_blocking=True), chunks.to(device, non_blocking=True)

@@ -9,7 +9,7 @@ every input and raises its errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,10 @@ from hf_packfree.packing.boundaries import goes_back_inside
 from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.record import Integers
 
+Meanwhile = Callable[[Tensor, Tensor], None]
+"""Called when the host is about to wait for the starts of a row's documents, with these: bool [T],
+once on the tokens' device and once on the host, where they are yet to arrive.
+"""
 _INTEGERS = (torch.int64, torch.int32)
 _MASKS = (*_INTEGERS, torch.bool, torch.float32)
 
@@ -29,6 +33,7 @@ def offsets_of_one_row(
     cu_seqlens: Sequence[Tensor],
     seq_idx: Tensor | None,
     position_ids: Tensor | None,
+    meanwhile: Meanwhile | None = None,
 ) -> Tensor | None:
     """Return int64 [N+1] on the host, the offsets of the documents of one row.
 
@@ -42,6 +47,7 @@ def offsets_of_one_row(
         cu_seqlens: those of `cu_seq_lens_q` and `_k` that were passed, int32 [N+1].
         seq_idx: integers [1, tokens].
         position_ids: integers [1, tokens].
+        meanwhile: called with the starts; where this returns None, they may be wrong.
     """
     given = [*cu_seqlens, *(tensor for tensor in (seq_idx, position_ids) if tensor is not None)]
     if (
@@ -74,10 +80,12 @@ def offsets_of_one_row(
     # no marks at all if any input is invalid
     marks = first & torch.stack(valid).all()
     alone = position_ids[0] if position_ids is not None and len(given) == 1 else None
-    return _on_the_host(marks, alone, tokens)
+    return _on_the_host(marks, alone, tokens, meanwhile)
 
 
-def _on_the_host(marks: Tensor, positions: Tensor | None, tokens: int) -> Tensor | None:
+def _on_the_host(
+    marks: Tensor, positions: Tensor | None, tokens: int, meanwhile: Meanwhile | None
+) -> Tensor | None:
     """Return int64 [N+1] on the host, the offsets of documents that start where `marks` is True;
     None if it is nowhere True, or if positions go back into the middle of the document before.
 
@@ -88,17 +96,32 @@ def _on_the_host(marks: Tensor, positions: Tensor | None, tokens: int) -> Tensor
         marks: bool [tokens], on the tokens' device.
         positions: integers [tokens] where only positions separate documents, else None.
         tokens: of the row.
+        meanwhile: see `offsets_of_one_row`.
     """
-    if positions is None:
-        found = marks.to("cpu").nonzero()[:, 0]
-    else:
+    copied = marks
+    if positions is not None:
         # if all documents start at the same position, none starts inside the one before
         others = (marks & (positions != positions[0])).any()
-        host = torch.cat([marks, others[None]]).to("cpu")
-        found = host[:-1].nonzero()[:, 0]
-        if host[-1] and _any_goes_back_inside(positions, found):
-            return None
+        copied = torch.cat([marks, others[None]])
+    host = _copy(copied, marks, meanwhile)
+    found = host[:tokens].nonzero()[:, 0]
+    if positions is not None and host[-1] and _any_goes_back_inside(positions, found):
+        return None
     return torch.nn.functional.pad(found, (0, 1), value=tokens) if len(found) else None
+
+
+def _copy(copied: Tensor, marks: Tensor, meanwhile: Meanwhile | None) -> Tensor:
+    """Return `copied` on the host; `meanwhile` runs before the host waits for it."""
+    if meanwhile is None:
+        return copied.to("cpu")
+    on_gpu = marks.is_cuda
+    host = torch.empty(copied.shape, dtype=copied.dtype, device="cpu", pin_memory=on_gpu)
+    host.copy_(copied, non_blocking=on_gpu)
+    arrived = torch.cuda.current_stream(marks.device).record_event() if on_gpu else None
+    meanwhile(marks, host[: len(marks)])
+    if arrived is not None:
+        arrived.synchronize()
+    return host
 
 
 def _any_goes_back_inside(positions: Tensor, found: Tensor) -> bool:

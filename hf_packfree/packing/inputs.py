@@ -19,7 +19,7 @@ from hf_packfree.packing.boundaries import (
     refuse_jumps,
     refuse_unclear,
 )
-from hf_packfree.packing.fast_path import offsets_of_one_row, rows_of_mask
+from hf_packfree.packing.fast_path import Meanwhile, offsets_of_one_row, rows_of_mask
 from hf_packfree.packing.foreign import parse_foreign
 from hf_packfree.packing.keywords import PackingInputs
 from hf_packfree.packing.masks import EVERYWHERE, parse_masks
@@ -36,6 +36,7 @@ def resolve_boundaries(
     drop_all: bool = False,
     cached: bool = False,
     generates: bool = False,
+    meanwhile: Meanwhile | None = None,
 ) -> PackedSequence | None:
     """Build the record of a batch, or return None where upstream is exact without one.
 
@@ -51,6 +52,8 @@ def resolve_boundaries(
         generates: the call only generates next tokens: positions that restart after padding inside
             a row, but not at 0, continue their document, as in transformers' generation from
             right-padded prompts.
+        meanwhile: called with the starts of one row's documents, which may be wrong where the
+            record has others; not called for other batches.
 
     Returns:
         None when every row holds one document and upstream reads the padding from the same inputs.
@@ -66,7 +69,7 @@ def resolve_boundaries(
     shape, device = batch.shape, batch.device
     if inputs.tree or not inputs.given:
         return _tree(inputs, shape, device) if inputs.tree else None
-    offsets = _offsets_of_one_row(inputs, shape, device)
+    offsets = _offsets_of_one_row(inputs, shape, device, meanwhile)
     if offsets is not None:
         lengths = offsets.diff()
         _check_max_length(inputs, int(lengths.max()))
@@ -119,7 +122,10 @@ def _tree(inputs: PackingInputs, shape: tuple[int, int], device: torch.device) -
 
 
 def _offsets_of_one_row(
-    inputs: PackingInputs, shape: tuple[int, int], device: torch.device
+    inputs: PackingInputs,
+    shape: tuple[int, int],
+    device: torch.device,
+    meanwhile: Meanwhile | None,
 ) -> Tensor | None:
     if shape[0] != 1 or inputs.attention_mask is not None or inputs.foreign:
         return None
@@ -128,7 +134,8 @@ def _offsets_of_one_row(
         None if inputs.cu_seq_lens_k is inputs.cu_seq_lens_q else inputs.cu_seq_lens_k,
     ]
     given = [offsets for offsets in both if offsets is not None]
-    return offsets_of_one_row(shape[1], device, given, inputs.seq_idx, inputs.position_ids)
+    positions = inputs.position_ids
+    return offsets_of_one_row(shape[1], device, given, inputs.seq_idx, positions, meanwhile)
 
 
 def _rows_of_mask(inputs: PackingInputs, shape: tuple[int, int]) -> tuple[Integers, Tensor] | None:

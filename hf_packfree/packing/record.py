@@ -66,27 +66,6 @@ def _sizes(lengths: Sequence[int] | Tensor | Integers) -> Integers:
     return sizes
 
 
-def chunk_plan(packed: PackedSequence, size: int) -> tuple[Integers, Integers, Integers]:
-    """Cut each segment into chunks of `size` tokens, the last one maybe shorter; P chunks in all;
-    int32 on the host.
-
-    Returns:
-        offsets: [N+1], each segment's first chunk, and the number of chunks.
-        segment, number: [P], the segment of each chunk, and the chunk's number in its segment.
-            Where the record is `bounded`, P is T // size + N, and surplus chunks belong to the last
-            segment, which is empty.
-    """
-    offsets, segment = group_numbers(-(-np.diff(packed.cu_seqlens_cpu.numpy()) // size))
-    number = np.arange(len(segment), dtype=np.int32) - offsets[segment]
-    if packed.bounded:
-        spare = packed.num_tokens // size + packed.num_segments - len(segment)
-        # not np.pad, which takes 20 us
-        last = np.full(spare, packed.num_segments - 1, dtype=np.int32)
-        segment = np.concatenate((segment, last))
-        number = np.concatenate((number, np.zeros_like(last)))
-    return offsets, segment, number
-
-
 @opaque
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSequence:
@@ -230,6 +209,11 @@ class PackedSequence:
         packed = cls.from_lengths(segment_lengths, device=device)
         tree = Tree.of(packed.lengths, parents)
         return packed if tree.is_flat else replaced(packed, tree=tree)
+
+    @property
+    def plan_offsets(self) -> Tensor:
+        """`cu_seqlens`, where plans are made: on the host, so that nothing waits for the device."""
+        return self.cu_seqlens_cpu
 
     @property
     def num_segments(self) -> int:

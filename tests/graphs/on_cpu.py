@@ -100,11 +100,25 @@ def let_capture_whole_documents(monkeypatch: Any) -> None:
     let_capture(monkeypatch)
     monkeypatch.setattr(captured_sequence.CapturedSequence, "become", _become)
 
-    def padded(packed, bucket):
-        spare = bucket.tokens - packed.num_tokens
-        return PackedSequence.from_lengths(packed.lengths + [spare] * (spare > 0))
-
     monkeypatch.setattr(runner, "in_bucket", padded)
+    monkeypatch.setattr(runner, "UnreadSequence", Unread)
+
+
+def padded(packed, bucket):
+    """In the place of `in_bucket`."""
+    spare = bucket.tokens - packed.num_tokens
+    return PackedSequence.from_lengths(packed.lengths + [spare] * (spare > 0))
+
+
+class Unread:
+    """In the place of `UnreadSequence`."""
+
+    @staticmethod
+    def of(starts, bucket):
+        first = sorted({0, *starts.nonzero()[:, 0].tolist()})
+        ends = [*first[1:], len(starts)]
+        lengths = [end - start for start, end in zip(first, ends, strict=True)]
+        return padded(PackedSequence.from_lengths(lengths), bucket)
 
 
 def _become(self, packed):

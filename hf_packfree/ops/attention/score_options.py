@@ -82,7 +82,7 @@ def plan_pieces(packed: PackedSequence, window: int | None) -> Pieces:
         queries = places[bucket.gather]
         found.append((queries, queries, bucket.real, False))
         tokens.append(queries.flatten()[bucket.real])
-    _, segment, number = (torch.from_numpy(x).long() for x in chunk_plan(packed, reach))
+    _, segment, number = (x.long() for x in chunk_plan(packed, reach))
     segment, number = segment[number > 0], number[number > 0]
     if segment.numel():
         begins, last = starts[segment] + number * reach, (starts + lengths - 1)[segment, None]

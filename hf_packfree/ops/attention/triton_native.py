@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -22,7 +21,6 @@ from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import Target, needs_half, needs_triton, refuse_wide
 from hf_packfree.ops.launch import launch
 from hf_packfree.packing import PackedSequence, chunk_plan, uncompiled
-from hf_packfree.packing.record import Integers
 
 _HOPPER = (9, 0)
 _SIZES = (64, 128, 256)
@@ -99,30 +97,30 @@ def plan_blocks(packed: PackedSequence, of_keys: bool) -> Tensor:
     The blocks with most work come first, so that the last ones to end are short: queries attend to
     the tokens before them, keys are attended to by the tokens after.
     """
-    starts = packed.cu_seqlens_cpu.numpy()
-    lengths = np.diff(starts)
+    starts = packed.plan_offsets
+    lengths = starts.diff()
     _, document, number = chunk_plan(packed, _BLOCK)
-    unread = np.zeros_like(lengths)
-    unread[: len(packed.unread)] = packed.unread
-    if packed.unread and not of_keys:
-        document, number = _read(packed, document, number, unread)
+    unread = torch.zeros_like(lengths)
+    if packed.unread:
+        unread[: len(packed.unread)] = torch.tensor(packed.unread, dtype=torch.int32, device="cpu")
+        if not of_keys:
+            document, number = _read(packed, document, number, unread)
     start, first = number * _BLOCK, unread[document] // _BLOCK * _BLOCK
-    work = lengths[document] - np.maximum(start, first) if of_keys else start
-    blocks = np.stack((starts[document], start, lengths[document], first), 1)[
-        np.argsort(-work, kind="stable")
-    ]
-    return torch.from_numpy(blocks).to(packed.cu_seqlens.device, non_blocking=True)
+    work = lengths[document] - torch.maximum(start, first) if of_keys else start
+    blocks = torch.stack((starts[document], start, lengths[document], first), 1)
+    order = work.argsort(descending=True, stable=True)
+    return blocks[order].to(packed.cu_seqlens.device, non_blocking=True)
 
 
 def _read(
-    packed: PackedSequence, document: Integers, number: Integers, unread: Integers
-) -> tuple[Integers, Integers]:
+    packed: PackedSequence, document: Tensor, number: Tensor, unread: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the blocks without those whose outputs are unread; a bounded plan keeps its size, so
     there they become blocks of the last document, which is empty.
     """
     read = (number + 1) * _BLOCK > unread[document]
     if packed.bounded:
-        return np.where(read, document, len(unread) - 1), np.where(read, number, 0)
+        return torch.where(read, document, len(unread) - 1), torch.where(read, number, 0)
     return document[read], number[read]
 
 

@@ -1,0 +1,63 @@
+"""The graphs of all text models of one model."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+from torch import nn
+
+from hf_packfree.graphs.runner import Runner
+from hf_packfree.packing import PackedSequence
+
+
+class Graphs:
+    """The graphs of every text model that one call of `apply_patches` patched; a copy of this
+    object has none.
+
+    Attributes:
+        wait: whether no graph is captured at present, because the optimizer has yet to allocate its
+            states: a graph's memory is counted after that. Graphs that are there are replayed.
+    """
+
+    def __init__(self) -> None:
+        self.wait = False
+        self._runners: weakref.WeakKeyDictionary[nn.Module, Runner] = weakref.WeakKeyDictionary()
+
+    def of(self, trunk: nn.Module) -> Runner:
+        """Return the text model's runner."""
+        if trunk not in self._runners:
+            self._runners[trunk] = Runner(weakref.ref(trunk))
+        return self._runners[trunk]
+
+    def look(self) -> None:
+        """See `Runner.look`."""
+        for runner in self._runners.values():
+            runner.look()
+
+    def looked_for(self, packed: PackedSequence) -> None:
+        """See `Runner.looked_for`."""
+        for runner in self._runners.values():
+            runner.looked_for(packed)
+
+    def of_one(self) -> Runner | None:
+        """Return the only text model's runner; None if rows of several were run, or of none."""
+        runners = [*self._runners.values()]
+        return runners[0] if len(runners) == 1 else None
+
+    def in_words(self) -> str:
+        """Return in words how many rows ran in graphs, and why others did not."""
+        runners = list(self._runners.values())
+        reasons = sum((runner.reasons for runner in runners), Counter[str]())
+        lengths = sorted({key[0].tokens for runner in runners for key in runner.graphs})
+        said = f"{sum(runner.replayed for runner in runners)} rows were replayed"
+        said += f" (of up to {', '.join(map(str, lengths))} tokens)" if lengths else ""
+        why = ", ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
+        return f"CUDA graphs: {said}" + (f"; without: {why}" if why else "")
+
+    def __deepcopy__(self, memo: Any) -> Graphs:
+        return Graphs()
+
+    def __reduce__(self) -> Any:
+        return Graphs, ()

@@ -1,0 +1,177 @@
+"""Rows that are replayed before the host has read their documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen3_5ForCausalLM
+
+from hf_packfree import apply_patches
+from hf_packfree.errors import BoundaryError
+from hf_packfree.graphs.ahead import Ahead
+from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket
+from hf_packfree.graphs.captured_sequence import OtherPlan, UnreadSequence
+from hf_packfree.models.qwen3_5 import tiny_config
+from hf_packfree.ops.attention.triton_native import plan_blocks
+from hf_packfree.ops.conv.triton_native import plan_masks
+from hf_packfree.ops.fla_support import plan_chunks
+from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.bounded import on_host
+from tests.graphs import on_cpu
+from tests.support import GRADIENT_TOL, LOGIT_TOL, relative_rms, runner_of
+
+ROWS = (55, 2), (3, 54), (30, 20, 7), (9, 9, 9, 9, 21), (19, 19, 19)
+ONE_TOKEN_AT_THE_END = (56, 1)
+
+
+def starts_of(lengths):
+    starts = torch.zeros(sum(lengths), dtype=torch.bool)
+    starts[torch.tensor([0, *lengths]).cumsum(0)[:-1]] = True
+    return starts
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(0, 90))
+def test_plans_from_the_starts_are_those_of_the_documents(lengths, spare):
+    packed = PackedSequence.from_lengths(lengths)
+    own = bucket_of(packed)
+    bucket = Bucket(packed.num_tokens + spare, own.documents, own.longest + spare)
+    wanted, found = (
+        in_bucket(on_host(packed), bucket),
+        UnreadSequence.of(starts_of(lengths), bucket),
+    )
+    assert torch.equal(wanted.cu_seqlens, found.cu_seqlens)
+    assert torch.equal(wanted.seq_idx, found.seq_idx)
+    assert found.cu_seqlens.dtype == found.seq_idx.dtype == torch.int32
+    assert (wanted.max_seqlen, wanted.num_segments) == (found.max_seqlen, found.num_segments)
+    for build, *args in (
+        (plan_chunks, 64),
+        (plan_blocks, False),
+        (plan_blocks, True),
+        (plan_masks,),
+    ):
+        made, its = (record.cached(build, *args) for record in (wanted, found))
+        for one, other in zip(*map(_parts, (made, its)), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other), build
+
+
+def _parts(plan):
+    return plan if isinstance(plan, tuple) else (plan,)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.booleans())
+def test_more_documents_than_the_bucket_holds_are_read_nowhere_else(lengths, unmarked):
+    """A kernel that reads these offsets stays within the row, whatever the starts."""
+    starts = starts_of(lengths) & (not unmarked)
+    found = UnreadSequence.of(starts, Bucket(len(starts) + 5, 8, 64))
+    assert found.cu_seqlens[0] == 0 and found.cu_seqlens[-1] == len(starts) + 5
+    assert found.cu_seqlens.numel() == 9 and (found.cu_seqlens.diff() >= 0).all()
+    assert 0 <= found.seq_idx.min() and found.seq_idx.max() <= 7
+    firsts, chunks = found.cached(plan_chunks, 4)
+    assert firsts[-1] <= len(chunks) and chunks[:, 0].max() <= 7
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_cpu", "lengths", "padding_segments", "indices"])
+def test_what_the_host_would_have_to_know_is_refused(name):
+    with pytest.raises(OtherPlan):
+        getattr(UnreadSequence.of(starts_of([3, 4]), Bucket(16, 8, 16)), name)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    on_cpu.let_capture_whole_documents(monkeypatch)
+    torch.manual_seed(0)
+    return apply_patches(Qwen3_5ForCausalLM(tiny_config()).train(), cuda_graphs="auto")
+
+
+def inputs_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 100, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "position_ids": positions}
+
+
+def step(model, lengths, seed=0, **more):
+    """Return the loss and the gradients of a training step."""
+    model.zero_grad()
+    inputs = inputs_of(lengths, seed) | more
+    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    return [loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)]
+
+
+def test_rows_that_are_replayed_ahead_have_the_values_and_gradients_of_others(model, monkeypatch):
+    ahead = [step(model, lengths, seed) for seed, lengths in enumerate(ROWS * 2)]
+    assert runner_of(model).ahead.taken >= 2 * len(ROWS) - 2
+    monkeypatch.setattr(Ahead, "pays", False)
+    before = runner_of(model).ahead.taken
+    others = [step(model, lengths, seed) for seed, lengths in enumerate(ROWS * 2)]
+    assert runner_of(model).ahead.taken == before
+    for found, wanted in zip(ahead, others, strict=True):
+        # in another bucket, sums are of other blocks
+        for one, other in zip(found, wanted, strict=True):
+            assert relative_rms(one, other) < GRADIENT_TOL
+
+
+def test_a_row_whose_end_may_be_padding_is_replayed_once_its_documents_are_known(model):
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    runner, seen = runner_of(model), []
+    for seed in range(6):
+        before, replayed = runner.ahead.taken, runner.replayed
+        found = step(model, ONE_TOKEN_AT_THE_END, seed)
+        wanted = _alone(model, ONE_TOKEN_AT_THE_END, seed)
+        assert (found[0] - wanted).abs() < LOGIT_TOL
+        assert (runner.ahead.taken, runner.replayed) == (before, replayed + 1)
+        seen.append(runner.ahead.pays)
+    assert seen[0] and not seen[-1], "a forward pass in vain, in every step"
+
+
+def _alone(model, lengths, seed):
+    """Return the mean loss of the row's documents, run one by one without graphs."""
+    parts = inputs_of(lengths, seed)["input_ids"].split(lengths, 1)
+    losses = []
+    with torch.no_grad():
+        for ids in (part for part in parts if part.shape[1] > 1):
+            losses.append(model(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1))
+    return sum(losses) / sum(length - 1 for length in lengths)
+
+
+def test_more_documents_than_any_graph_holds_are_a_row_for_another_graph(model):
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    before, many = runner_of(model).ahead.taken, (3,) * 19
+    found = step(model, many)
+    assert runner_of(model).ahead.taken == before
+    assert (found[0] - _alone(model, many, 0)).abs() < LOGIT_TOL
+
+
+def test_a_call_that_raises_leaves_the_graph_free(model):
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    before = runner_of(model).ahead.taken
+    with pytest.raises(BoundaryError):
+        step(model, ROWS[0], max_length_q=5)
+    step(model, ROWS[0])
+    assert runner_of(model).ahead.taken == before + 1
+
+
+def test_ids_that_change_before_the_layers_read_them_are_run_again(model):
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    wanted = step(model, ROWS[0], 8)
+    before = runner_of(model).ahead.taken
+    others = inputs_of(ROWS[0], 8)["input_ids"]
+
+    def change(module, args, kwargs):
+        kwargs["input_ids"].copy_(others)
+
+    handle = model.model.register_forward_pre_hook(change, with_kwargs=True)
+    try:
+        inputs = inputs_of(ROWS[0], 9)
+        loss = model(**inputs, labels=others).loss
+    finally:
+        handle.remove()
+    assert runner_of(model).ahead.taken == before
+    assert torch.equal(loss.detach(), wanted[0])
