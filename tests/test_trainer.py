@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from inspect import signature
 from types import SimpleNamespace
@@ -249,13 +250,26 @@ def test_options_are_those_of_apply_patches():
         "cuda_graphs": "never",
     }
     by_callback, model = tiny(), apply_patches(tiny(), **options)
-    arguments = SimpleNamespace(torch_compile=False)
+    arguments = SimpleNamespace(torch_compile=False, logging_nan_inf_filter=False)
     PackFreeCallback(**options).on_init_end(arguments, None, None, model=by_callback)
     assert (
         by_callback.model.packfree == model.model.packfree and model.model.packfree.batch_invariant
     )
     with pytest.raises(ValueError, match="wanted 'lazy' or 'upstream'"):
         PackFreeCallback(padded="never")
+
+
+@pytest.mark.parametrize(
+    ("device", "filters", "said"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)]
+)
+def test_it_says_that_the_trainer_waits_for_the_gpu(device, filters, said, caplog):
+    Accelerator(cpu=True)
+    caplog.set_level(logging.INFO, "hf_packfree")
+    arguments = SimpleNamespace(
+        torch_compile=False, logging_nan_inf_filter=filters, device=torch.device(device)
+    )
+    PackFreeCallback().on_init_end(arguments, None, None, model=tiny())
+    assert caplog.text.count("logging_nan_inf_filter=True, the default") == said
 
 
 @pytest.mark.parametrize(
@@ -272,7 +286,7 @@ def test_steps_are_replayed_by_default_unless_the_model_was_patched_otherwise(
 ):
     Accelerator(cpu=True)
     model = tiny() if before is None else apply_patches(tiny(), cuda_graphs=before)
-    arguments = SimpleNamespace(torch_compile=False)
+    arguments = SimpleNamespace(torch_compile=False, logging_nan_inf_filter=False)
     PackFreeCallback(**given).on_init_end(arguments, None, None, model=model)
     assert patch_report(model).cuda_graphs.startswith("CUDA graphs: 0 rows") == wanted
 

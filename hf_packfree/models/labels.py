@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.call import Call
 from hf_packfree.packing import PackedSequence, repad, uncompiled, unpad
+from hf_packfree.packing.pinned import to_device
 
 IGNORED = -100
 """The default `ignore_index` of torch and transformers, the label of tokens without a loss."""
@@ -176,8 +177,7 @@ def _predicts_nothing(packed: PackedSequence, batch_shape: tuple[int, int]) -> T
     if packed.left_pad_segments:
         return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
     if packed.indices is None:
-        ends = _ends_on_the_host(packed, batch_shape[1])
-        return ends.to(packed.seq_idx.device, non_blocking=True)
+        return to_device(_ends_on_the_host(packed, batch_shape[1]), packed.seq_idx.device)
     indices = packed.indices
     same_row = (indices // batch_shape[1]).diff() == 0
     follows = (packed.seq_idx[0].diff() != 0) & (indices.diff() == 1) & same_row

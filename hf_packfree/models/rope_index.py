@@ -15,7 +15,6 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -262,18 +261,6 @@ def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: 
             )
         )
     return torch.cat(parts, -1)
-
-
-def to_device(positions: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor on a device, without waiting: for a GPU, the copy is
-    asynchronous from pinned memory.
-    """
-    if device.type != "cuda":
-        return positions.to(device)
-    pinned = torch.empty(positions.shape, dtype=positions.dtype, pin_memory=True)
-    # torch's copy would use several of the host's threads
-    np.copyto(pinned.numpy(), positions.numpy())
-    return pinned.to(device, non_blocking=True)
 
 
 def _of_document(media: RowMedia, spans: Mapping[str, slice], tokens: slice) -> RowMedia:

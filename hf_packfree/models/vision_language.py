@@ -25,7 +25,6 @@ from hf_packfree.models.rope_index import (
     items_of_documents,
     media_of,
     packed_positions,
-    to_device,
 )
 from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
@@ -34,6 +33,7 @@ from hf_packfree.packing import PackedSequence, repad, shard_of, uncompiled
 from hf_packfree.packing.marks import COUNTED, CountedMedia
 from hf_packfree.packing.mrope_rows import is_text
 from hf_packfree.packing.opaque import replaced
+from hf_packfree.packing.pinned import to_device
 
 FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """{kind of media: keyword of its values}."""

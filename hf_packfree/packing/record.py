@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError
 from hf_packfree.packing.compiling import uncompiled_when_called
 from hf_packfree.packing.opaque import opaque, replaced
+from hf_packfree.packing.pinned import to_device
 from hf_packfree.packing.tree import Tree
 
 if TYPE_CHECKING:
@@ -162,10 +163,10 @@ class PackedSequence:
         sizes = _sizes(lengths)
         cu_seqlens, seq_idx = map(torch.from_numpy, group_numbers(sizes))
         return cls(
-            cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+            cu_seqlens=to_device(cu_seqlens, device),
             cu_seqlens_cpu=cu_seqlens,
             max_seqlen=int(sizes.max()),
-            seq_idx=seq_idx.to(device, non_blocking=True)[None],
+            seq_idx=to_device(seq_idx, device)[None],
             batch_shape=batch_shape or (1, len(seq_idx)),
             indices=None if indices is None else indices.to(device, non_blocking=True),
             padding_segments=tuple(padding_segments),

@@ -142,6 +142,12 @@ class PackFreeCallback(TrainerCallback):
                 "mixes no tokens (projections, norms, MLPs) is torch.compile's then, not fused; "
                 "leave it out for the fused layers"
             )
+        if args.logging_nan_inf_filter and args.device.type == "cuda":
+            logger.info(
+                "logging_nan_inf_filter=True, the default: after each backward pass the Trainer "
+                "waits for the GPU, to leave losses that are not finite out of its logs; with "
+                "False, it does not wait, and logs them"
+            )
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
             _warn_of_uncounted_tokens(parallelism)

@@ -25,7 +25,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from hf_packfree.graphs.ahead import Ahead
 from hf_packfree.models import peft_lora
+from hf_packfree.models.run_options import CudaGraphs
 from hf_packfree.models.state import Kernels, find_state
 from hf_packfree.ops import launch
 from hf_packfree.ops.fused import joined_linear, lora
@@ -95,6 +97,11 @@ def _three_parts(model: nn.Module) -> Iterator[None]:
         torch.set_float32_matmul_precision(allowed)
 
 
+def _ahead(model: nn.Module) -> AbstractContextManager[Any]:
+    """Graphs are replayed when the host has read where documents start."""
+    return mock.patch.object(Ahead, "pays", False)
+
+
 @contextmanager
 def _all(model: nn.Module) -> Iterator[None]:
     """Everything off that is the host's."""
@@ -117,19 +124,25 @@ ADAPTERS: Mapping[str, Off] = {
 }
 
 
+GRAPHS: Mapping[str, Off] = {"nothing": HOST["nothing"], "replay ahead": _ahead}
+
+
 class Work(NamedTuple):
-    """A step: which batch, what is switched off, layers (None: all), adapters' dtype or none."""
+    """A step: which batch, what is switched off, layers (None: all), adapters' dtype or none,
+    whether in CUDA graphs.
+    """
 
     name: str
     layers: int | None
     load: Load
     off: Mapping[str, Off]
     lora: str = ""
+    graphs: CudaGraphs = "never"
 
     @property
-    def model(self) -> tuple[int | None, str]:
+    def model(self) -> tuple[int | None, str, CudaGraphs]:
         """What the model depends on."""
-        return self.layers, self.lora
+        return self.layers, self.lora, self.graphs
 
 
 def workloads(tiny: bool) -> Iterator[Work]:
@@ -143,6 +156,9 @@ def workloads(tiny: bool) -> Iterator[Work]:
         yield Work("2b-8x2048-padded", None, padded, both)
         return
     yield Work("2b-4k-packed", None, Load(tuple(fixed_lengths(4096, 500))), HOST)
+    for name, tokens in {"2b-2k-lora": 2048, "2b-4k-lora": 4096}.items():
+        row = Load(tuple(log_normal_lengths(tokens)))
+        yield Work(f"{name}, in graphs", None, row, GRAPHS, "fp32", "auto")
     for name, tokens in {"2b-32k-lora": TOKENS, "2b-4k-lora": 4096}.items():
         yield Work(name, None, Load(tuple(log_normal_lengths(tokens))), ADAPTERS, "fp32")
     yield Work("2b-8x2048-padded", None, Load(tuple(batch_lengths(8, 2048, 0.34)), "padded"), both)
@@ -166,17 +182,18 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    clock = Clock(options.device, least=5.0, longest=20.0, shortest=60.0)
+    clock = Clock(options.device, least=5.0, longest=20.0, shortest=200.0)
     write(
         options.out,
         {**machine(options.device), "source": source(), "script": "tests.benchmarks.ablation"},
     )
     found = [work for work in workloads(options.tiny) if re.search(options.only, work.name)]
     for kind in dict.fromkeys(work.model for work in found):
-        shape, (layers, lora) = SHAPES["tiny" if options.tiny else "2b"], kind
+        shape, (layers, lora, graphs) = SHAPES["tiny" if options.tiny else "2b"], kind
         shape = shape if layers is None else replace(shape, layers=layers)
         dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-        with variant_of(shape, Variant(lora=lora), options.device, dtype) as model:
+        variant = Variant(lora=lora, cuda_graphs=graphs)
+        with variant_of(shape, variant, options.device, dtype) as model:
             for work in (work for work in found if work.model == kind):
                 for row in compare(work.name, model, work.load, work.off, clock):
                     write(options.out, row)

@@ -65,7 +65,7 @@ def test_every_door_says_it(shown, capfd, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "hf_packfree: Qwen3_5TextModel patched (" in capfd.readouterr().err
     Accelerator(cpu=True)
-    arguments = SimpleNamespace(torch_compile=False)
+    arguments = SimpleNamespace(torch_compile=False, logging_nan_inf_filter=False)
     PackFreeCallback().on_init_end(arguments, None, None, model=tiny())
     assert capfd.readouterr().err == LINE
 
