@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +63,19 @@ class Pool:
         if current != self._last:
             current.wait_stream(self._last)
             self._last = current
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Let what the block launches run beside what the current stream is given next, up to
+        `join`.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for what runs beside it."""
+        torch.cuda.current_stream(self._device).wait_stream(self.stream)
 
 
 class Graph:
@@ -136,18 +149,26 @@ class Graph:
         """Return a copy of the function's value, with its place in autograd."""
         # the graph is launched first: `apply` takes the host time for every parameter, in which the
         # GPU would wait
-        row = Row(self.run_forward(inputs))
+        self.launch(inputs)
+        return self.result(inputs)
+
+    @torch.no_grad()
+    def launch(self, inputs: Sequence[Tensor], beside: Pool | None = None) -> None:
+        """Replay the forward graph on these inputs, `beside` the current stream, see `Pool`."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.detach().copy_(given)
+        with nullcontext() if beside is None else beside.beside():
+            self._run_forward()
+
+    def result(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return what `replay` does, after `launch` with the same inputs."""
+        row = Row(self.out.clone())
         self._row = weakref.ref(row)
         return _Replay.apply(self, row, *inputs, *self.parameters)  # type: ignore[no-any-return]
 
-    @torch.no_grad()
-    def run_forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Replay the forward graph on these inputs; return a copy of its result."""
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.detach().copy_(given)
+    def _run_forward(self) -> None:
         with torch.cuda.device_of(self.out):
             self._forward.replay()
-        return self.out.clone()
 
     def run_backward(self, d_out: Tensor) -> list[Tensor | None]:
         """Replay the backward graph; return the gradients of inputs and parameters."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import ran_out
 from hf_packfree.graphs import checkpointing
-from hf_packfree.graphs.ahead import Ahead
+from hf_packfree.graphs.ahead import Ahead, Launched, places_of
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
 from hf_packfree.graphs.capture import (
     Graph,
@@ -129,8 +129,9 @@ class Runner:
         self, embed: Embed, given: Tensor, positions: Tensor, starts: Tensor, on_host: Tensor
     ) -> None:
         """Replay a row before the host knows its documents, on plans that the device makes, so that
-        the device need not wait for the host; `run` takes the result, unless the row turns out to
-        need another graph, or none.
+        the device need not wait for the host, and beside the current stream, so that the host need
+        not wait for the replay; `run` takes the result, unless the row turns out to need another
+        graph, or none.
 
         Args:
             embed, given, positions: as for `run`.
@@ -155,8 +156,9 @@ class Runner:
         except OtherPlan:
             captured.unread = False
             return
-        hidden = captured.graph.replay(*_lengthened(embeddings, positions, bucket))
-        self.ahead.keep(key, hidden, (given, positions), on_host)
+        inputs, places = _lengthened(embeddings, positions, bucket), places_of((given, positions))
+        assert self._pool is not None
+        self.ahead.launch(Launched(key, captured.graph, inputs, self._pool, places, on_host))
 
     def run(
         self,
@@ -178,6 +180,7 @@ class Runner:
         found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed)
         if found is None:
             found = self._take(given, positions, packed)
+        self.ahead.drop()
         if found is None:
             found = self._replay(layers, embed(given), positions, packed, wait)
         if isinstance(found, Tensor):
@@ -188,12 +191,11 @@ class Runner:
 
     def _take(self, given: Tensor, positions: Tensor, packed: PackedSequence) -> Tensor | None:
         """Return what `run_ahead` computed for the row, or None."""
-        result = self.ahead.take((given, positions), packed)
-        self.ahead.drop()
-        if result is None:
+        found = self.ahead.take((given, positions), packed)
+        if found is None:
             return None
-        self.graphs[result.key] = self.graphs.pop(result.key)
-        return result.hidden[:, : packed.num_tokens]
+        self.graphs[found.key] = self.graphs.pop(found.key)
+        return found.graph.result(found.inputs)[:, : packed.num_tokens]
 
     def _replay(
         self,

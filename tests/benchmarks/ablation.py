@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    clock = Clock(options.device, least=5.0, longest=20.0, shortest=200.0)
+    clock = Clock(options.device, warmup=4, least=5.0, longest=20.0, shortest=500.0)
     write(
         options.out,
         {**machine(options.device), "source": source(), "script": "tests.benchmarks.ablation"},

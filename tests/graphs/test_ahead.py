@@ -114,6 +114,34 @@ def test_rows_that_are_replayed_ahead_have_the_values_and_gradients_of_others(mo
             assert relative_rms(one, other) < GRADIENT_TOL
 
 
+def test_nothing_reads_a_replay_that_still_runs(model, monkeypatch):
+    """Whether its row takes the result, or nobody does."""
+    pools, result, run = [], on_cpu.Again.result, on_cpu.Again._run_forward
+
+    def joined(before):
+        def check(graph, *args):
+            pools.append(runner_of(model)._pool)
+            assert before is run or not pools[-1].running
+            return before(graph, *args)
+
+        return check
+
+    for lengths in (*ROWS, *ROWS):
+        step(model, lengths)
+    monkeypatch.setattr(on_cpu.Again, "result", joined(result))
+    monkeypatch.setattr(on_cpu.Again, "_run_forward", joined(run))
+    taken = runner_of(model).ahead.taken
+    for lengths in (ROWS[0], ONE_TOKEN_AT_THE_END, ROWS[1]):
+        step(model, lengths)
+        assert not pools[-1].running
+    assert runner_of(model).ahead.taken == taken + 2
+    with pytest.raises(BoundaryError):
+        step(model, ROWS[0], max_length_q=5)
+    assert pools[-1].running
+    step(model, ROWS[0], output_hidden_states=True)
+    assert not pools[-1].running
+
+
 def test_a_row_whose_end_may_be_padding_is_replayed_once_its_documents_are_known(model):
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed)
