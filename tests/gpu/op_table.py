@@ -472,6 +472,23 @@ OPS = {
             exact_gradients=("triton",),
         ),
         Op(
+            "add norm, as Llama's",
+            "hf_packfree.ops.fused",
+            lambda tokens: {
+                "x": _random(1, tokens, WIDTH),
+                "branch": _random(1, tokens, WIDTH),
+                "weight": 1 + _random(WIDTH) / 4,
+            },
+            lambda f, x, packed, backend: torch.cat(
+                f(x["x"], x["branch"], x["weight"], 1e-6, offset=0.0, backend=backend), -1
+            ),
+            "add_norm",
+            shared=("weight",),
+            mixes=False,
+            exact=("triton",),
+            exact_gradients=("triton",),
+        ),
+        Op(
             "add layer norm",
             "hf_packfree.ops.fused",
             _layer_norm_leaves,

@@ -151,20 +151,22 @@ def test_a_norm_of_another_width_is_refused():
         apply_patches(model)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("branch", [True, False])
-def test_the_torch_reference_is_its_formula_and_differentiable(branch):
+def test_the_torch_reference_is_its_formula_and_differentiable(branch, offset):
     torch.manual_seed(0)
     x, z, weight = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((1, 5, 6), (1, 5, 6), (6,))
     )
-    normed, total = add_norm(x, z if branch else None, weight, 1e-6)
+    normed, total = add_norm(x, z if branch else None, weight, 1e-6, offset=offset)
     assert torch.equal(total, x + z if branch else x)
-    wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + weight)
+    wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (offset + weight)
     assert torch.allclose(normed, wanted, rtol=1e-14, atol=0)
     leaves = (x, z, weight) if branch else (x, weight)
     assert torch.autograd.gradcheck(
-        lambda x, *rest: add_norm(x, rest[0] if branch else None, rest[-1], 1e-6), leaves
+        lambda x, *rest: add_norm(x, rest[0] if branch else None, rest[-1], 1e-6, offset=offset),
+        leaves,
     )
 
 

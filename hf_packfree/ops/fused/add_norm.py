@@ -38,10 +38,16 @@ class NormOf(NamedTuple):
     total: Tensor
     weight: Tensor
     eps: float
+    offset: float
     padded: Tensor | None = None
     """[..., D or more]: the tensor whose first D columns the norm is; the spare columns are for
     adapters' h.
     """
+
+    @property
+    def formula(self) -> tuple[float, float]:
+        """Eps and offset, see `add_norm`."""
+        return self.eps, self.offset
 
     def again(self, dtype: torch.dtype) -> Tensor:
         """Return the norm that "triton" computed in that dtype, bit for bit."""
@@ -66,6 +72,7 @@ class NormOf(NamedTuple):
             size,
             size,
             self.eps,
+            OFFSET=self.offset,
             ADDS=False,
             **_blocks(size),
         )
@@ -114,19 +121,21 @@ def add_norm(
     weight: Tensor,
     eps: float,
     *,
+    offset: float = 1.0,
     dtype: torch.dtype | None = None,
     spare_columns: int = 0,
     backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    """Return total = x + branch, and total / sqrt(mean(total^2) + eps) * (1 + weight), computed in
-    fp32 at least.
+    """Return total = x + branch, and total / sqrt(mean(total^2) + eps) * (offset + weight), in fp32
+    at least.
 
     Args:
         x: [..., D], the residual stream, any floating dtype.
         branch: [..., D], added to x; None: the total is x, and the gradients of norm and total are
             summed all the same.
-        weight: [D], added to one as Qwen3-Next and Qwen3.5 do.
+        weight: [D].
         eps: added to the mean square.
+        offset: added to the weight: 1 as Qwen3-Next and Qwen3.5 do, 0 as Llama does.
         dtype: of the norm, that of the layers that read it; None: the total's.
         spare_columns: columns allocated after each row of the norm, with "triton": there a layer
             with adapters writes h, and needs no copy of the norm.
@@ -146,20 +155,25 @@ def add_norm(
         if spare_columns:
             padded = x.new_empty(*x.shape[:-1], x.shape[-1] + spare_columns, dtype=dtype)
         spare = max([SPARE_COLUMNS.of(part) or 0 for part in (x, branch)])
-        normed, total = _AddNorm.apply(x, branch, weight, None, eps, dtype, padded, spare)
-        remember(normed, NormOf(total, weight, eps, padded))
+        normed, total = _AddNorm.apply(x, branch, weight, None, eps, offset, dtype, padded, spare)
+        remember(normed, NormOf(total, weight, eps, offset, padded))
         return normed, total
-    return add_norm_reference(x, branch, weight, eps, dtype)
+    return add_norm_reference(x, branch, weight, eps, offset, dtype)
 
 
 def add_norm_reference(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype | None = None
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`add_norm` in PyTorch."""
     total = x if branch is None else x + branch
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled * (1 + weight.to(wide.dtype))).to(dtype or total.dtype), total
+    return (scaled * (offset + weight.to(wide.dtype))).to(dtype or total.dtype), total
 
 
 def add_layer_norm(
@@ -181,7 +195,7 @@ def add_layer_norm(
     """
     if uses_triton("residual and layer norm", backend):
         dtype = dtype or _of_sum(x, branch)
-        return _AddNorm.apply(x, branch, weight, bias, eps, dtype, None, 0)  # type: ignore[no-any-return]
+        return _AddNorm.apply(x, branch, weight, bias, eps, 0.0, dtype, None, 0)  # type: ignore[no-any-return]
     return add_layer_norm_reference(x, branch, weight, bias, eps, dtype)
 
 
@@ -216,6 +230,7 @@ class _AddNorm(Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        offset: float,
         dtype: torch.dtype,
         padded: Tensor | None,
         spare: int,
@@ -227,12 +242,8 @@ class _AddNorm(Function):
             branch = branch.contiguous()
             total = torch.empty_like(x, dtype=_of_sum(x, branch))
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.centered, ctx.dtypes = (
-            eps,
-            bias is not None,
-            (x.dtype, None if branch is None else branch.dtype),
-        )
-        ctx.spare = spare
+        ctx.eps, ctx.offset, ctx.centered, ctx.spare = eps, offset, bias is not None, spare
+        ctx.dtypes = x.dtype, None if branch is None else branch.dtype
         ctx.set_materialize_grads(False)
         size = stride = x.shape[-1]
         if padded is None:
@@ -241,8 +252,9 @@ class _AddNorm(Function):
             # `.data` is no view to autograd, so writing h into the spare columns does not change
             # its version
             normed, stride = padded[..., :size].data, padded.shape[-1]
-        grid, blocks = (x.numel() // size,), {"ADDS": branch is not None, **_blocks(size)}
-        launch(add_norm, grid, x, branch, weight, bias, total, normed, size, stride, eps, **blocks)
+        grid = (x.numel() // size,)
+        options = {"OFFSET": offset, "ADDS": branch is not None, **_blocks(size)}
+        launch(add_norm, grid, x, branch, weight, bias, total, normed, size, stride, eps, **options)
         # without a branch the total is x itself, which autograd returns as a view with this
         # backward
         return normed, total
@@ -260,7 +272,7 @@ class _AddNorm(Function):
         d_x, d_branch = [
             None if d is None or dtype is None else d.to(dtype) for dtype in ctx.dtypes
         ]
-        return d_x, d_branch, d_weight, d_bias, None, None, None, None
+        return d_x, d_branch, d_weight, d_bias, *[None] * 5
 
 
 def _of_sum(x: Tensor, branch: Tensor | None) -> torch.dtype:
@@ -319,6 +331,7 @@ def _gradients(
         size + ctx.spare,
         ctx.eps,
         rows_per_program,
+        OFFSET=ctx.offset,
         ADDS=adds is not None,
         CENTERED=ctx.centered,
         PREFETCH=_PREFETCH if size * total.itemsize <= _PREFETCH_BYTES else 0,

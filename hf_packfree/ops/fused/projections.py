@@ -59,7 +59,7 @@ class _Projections(Function):
         outs = layers.forward(x, norm.padded if norm else None)
         kept = kept_input(x, norm, ctx.needs_input_grad[3:])
         ctx.save_for_backward(*kept, *tensors, *layers.h)
-        ctx.spec, ctx.eps, ctx.dtype = spec, norm.eps if norm else None, x.dtype
+        ctx.spec, ctx.formula, ctx.dtype = spec, norm.formula if norm else None, x.dtype
         return tuple(outs)
 
     @staticmethod
@@ -71,7 +71,7 @@ class _Projections(Function):
             layers = JoinedLinear(spec, saved[: spec.num_tensors], saved[spec.num_tensors :])
             backward = JoinedBackward(layers, d_outs, needed)
             d_x = backward.d_x().view(*d_outs[0].shape[:-1], -1) if needs_x else None
-            x = input_again(x, weight, ctx.eps, ctx.dtype)
+            x = input_again(x, weight, ctx.formula, ctx.dtype)
             return None, None, d_x, *backward.d_tensors(x)
 
 
@@ -90,12 +90,15 @@ def kept_input(
 
 
 def input_again(
-    kept: Tensor | None, weight: Tensor | None, eps: float | None, dtype: torch.dtype
+    kept: Tensor | None,
+    weight: Tensor | None,
+    formula: tuple[float, float] | None,
+    dtype: torch.dtype,
 ) -> Tensor | None:
-    """Return x [T, D] in `dtype` from the tensors that `kept_input` returned and the norm's eps;
-    None where they are None.
+    """Return x [T, D] in `dtype` from the tensors that `kept_input` returned and the norm's
+    `formula`; None where they are None.
     """
     if kept is None:
         return None
-    x = kept if weight is None or eps is None else NormOf(kept, weight, eps).again(dtype)
+    x = kept if weight is None or formula is None else NormOf(kept, weight, *formula).again(dtype)
     return rows_of(x)

@@ -89,7 +89,7 @@ class _SwiGLU(Function):
         (y,) = output.forward(gated, padded)
         source = kept_input(x, norm, ctx.needs_input_grad[4 : 4 + count])
         ctx.save_for_backward(*source, a, b, *tensors, *inputs.h, *output.h)
-        ctx.specs, ctx.num_h, ctx.eps = specs, len(inputs.h), norm.eps if norm else None
+        ctx.specs, ctx.num_h, ctx.formula = specs, len(inputs.h), norm.formula if norm else None
         ctx.dtype = residual.dtype if residual is not None else None
         if residual is None:
             return y
@@ -114,7 +114,7 @@ class _SwiGLU(Function):
             _run(swiglu_backward, a, b, gated, d_inputs)
             backward = JoinedBackward(inputs, d_inputs.chunk(2, -1), needed[:first], d_inputs)
             d_x = backward.d_x().view(*a.shape[:-1], -1) if needs_d_x else None
-            d_tensors = backward.d_tensors(input_again(source, weight, ctx.eps, a.dtype))
+            d_tensors = backward.d_tensors(input_again(source, weight, ctx.formula, a.dtype))
             d_residual = None if ctx.dtype is None else d_y.to(ctx.dtype)
             return (
                 d_x,

@@ -120,6 +120,7 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
     x, branch, norm = random(rows, rows, (WIDTH,))
     yield add_norm(x, branch, norm, 1e-6, **TRITON), [x, branch, norm]
     yield add_norm(x, None, norm, 1e-6, **TRITON), [x, norm]
+    yield add_norm(x, branch, norm, 1e-6, offset=0.0, **TRITON), [x, branch, norm]
     a, z, norm = random(wide, wide, (128,))
     yield (output_gate(a, z, **TRITON),), [a, z]
     yield (gated_rms_norm(a, z, norm, 1e-6, **TRITON),), [a, z, norm]

@@ -29,6 +29,10 @@ def nothing_added(x, z, weight, *, backend):
     return normed, total, 0 * z
 
 
+def llamas(x, z, weight, *, backend):
+    return add_norm(x, z[..., 7:], weight, 1e-6, offset=0.0, backend=backend)
+
+
 def norm_alone(x, z, weight, *, backend):
     return add_norm(x, z[..., 7:], weight, 1e-6, backend=backend)[0]
 
@@ -51,7 +55,7 @@ def test_in_inference_mode_gradients_may_be_enabled():
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("op", [sum_and_norm, nothing_added, norm_alone, read_twice])
+@pytest.mark.parametrize("op", [sum_and_norm, llamas, nothing_added, norm_alone, read_twice])
 def test_values_and_gradients(op, tokens, launched):
     assert_matches(op, random((1, tokens, SIZE), (1, tokens, SIZE + 7), (SIZE,)))
     assert launched == KERNELS | {"sum_partials"}
@@ -89,6 +93,7 @@ def test_gradients_of_frozen_parts_are_not_made(needs):
     assert max(relative_rms(a, b) for a, b in zip(*found, strict=True)) < 1e-5
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("dtype", "branch"),
     [
@@ -98,12 +103,12 @@ def test_gradients_of_frozen_parts_are_not_made(needs):
     ],
     ids=["fp16", "bf16", "fp32 and bf16, as under autocast"],
 )
-def test_rounds_once_to_the_dtype_of_the_reference(dtype, branch):
+def test_rounds_once_to_the_dtype_of_the_reference(dtype, branch, offset):
     x, z, weight = random((1, 65, SIZE), (1, 65, SIZE), (SIZE,))
     inputs = x.to(dtype), z.to(branch), weight.to(dtype)
 
     def op(x, z, weight, *, backend):
-        return add_norm(x, z, weight, 1e-6, backend=backend)
+        return add_norm(x, z, weight, 1e-6, offset=offset, backend=backend)
 
     found, wanted = (run(op, inputs, backend) for backend in ("triton", "torch"))
     # to which the interpreter truncates

@@ -23,13 +23,13 @@ def gate_projected(x, z, projection):
     return output_gate(x, z, projection=projection, backend="triton")
 
 
-def mlp_of_norm(total, norm, gate, up, down):
-    x, total = add_norm(total, None, norm, 1e-6, backend="triton")
+def mlp_of_norm(total, norm, gate, up, down, offset=1.0):
+    x, total = add_norm(total, None, norm, 1e-6, offset=offset, backend="triton")
     return swiglu_mlp(x, gate, up, down, backend="triton")
 
 
-def layers_of_norm(total, norm, first, second):
-    x, total = add_norm(total, None, norm, 1e-6, backend="triton")
+def layers_of_norm(total, norm, first, second, offset=1.0):
+    x, total = add_norm(total, None, norm, 1e-6, offset=offset, backend="triton")
     return sum(projections(x, first, second, backend="triton"))
 
 
@@ -51,6 +51,13 @@ OPS = {
 }
 
 
+OPS |= {
+    f"{name}, as Llama's": (partial(op, offset=0.0), *rest)
+    for name, (op, *rest) in OPS.items()
+    if op in (mlp_of_norm, layers_of_norm)
+}
+
+
 @pytest.fixture(params=OPS.values(), ids=OPS)
 def case(request):
     """The op, its inputs, and the sizes of what it keeps beside them."""
@@ -66,6 +73,16 @@ def test_keeps_its_inputs_and_not_the_input_of_the_projection(case):
     ):
         op(*leaves)
     assert sorted(sizes) == sorted([*(t.numel() for t in leaves), *kept])
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_the_recomputed_norm_has_the_bits_of_the_first(offset):
+    total, norm, weight = random((1, T, D), (D,), (F, D))
+    weight.requires_grad_()
+    x, _ = add_norm(total, None, norm, 1e-6, offset=offset, backend="triton")
+    (y,) = projections(x, weight, backend="triton")
+    (found,) = torch.autograd.grad(y, weight, y)
+    assert torch.equal(found, y[0].T @ x[0])
 
 
 def test_a_norm_that_was_written_over_is_kept_as_it_is():

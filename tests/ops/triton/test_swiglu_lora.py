@@ -63,8 +63,9 @@ def test_a_sum_with_the_residual_can_be_changed_in_place(ranks):
 
 @pytest.mark.parametrize("spare", [9, 40], ids=["too little", "more than enough"])
 @pytest.mark.parametrize("written_over", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_spare_columns_of_a_norm_save_its_copy_and_change_no_number(
-    spare, written_over, monkeypatch
+    spare, written_over, offset, monkeypatch
 ):
     total, norm, *tensors = random((1, TOKENS, SIZE), (SIZE,), (WIDTH, SIZE), (5, SIZE), (WIDTH, 5))
     first = LoraLinear(tensors[0], (Adapter(*tensors[1:], 0.5),) * 2)
@@ -77,7 +78,8 @@ def test_spare_columns_of_a_norm_save_its_copy_and_change_no_number(
 
     def run(spare):
         copied.clear()
-        x, _ = add_norm(total, None, norm, 1e-6, spare_columns=spare, backend="triton")
+        options = {"offset": offset, "spare_columns": spare, "backend": "triton"}
+        x, _ = add_norm(total, None, norm, 1e-6, **options)
         x = x.mul_(2.0) if written_over else x
         outs = projections(x, first, tensors[0], backend="triton")
         copies = copied.count((TOKENS, SIZE))

@@ -19,19 +19,19 @@ def add_norm(
     size,
     stride,
     eps,
+    OFFSET: tl.constexpr,
     ADDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """total [R, D] = x + branch where ADDS, else x; normed [R, D] = total / rms(total) * (1 +
+    """total [R, D] = x + branch where ADDS, else x; normed [R, D] = total / rms(total) * (OFFSET +
     weight). Grid: R.
 
     Rows of `normed` are `stride` elements apart. With a bias it is a layer norm: the mean is
-    subtracted first, and weight is not added to one.
+    subtracted first.
     """
     d = tl.arange(0, WIDTH)
     mask, offset = d < size, tl.program_id(0).to(tl.int64) * size + d
-    w = tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
-    w = w + 1.0 if bias is None else w
+    w = tl.load(weight + d, mask=mask, other=0.0).to(tl.float32) + OFFSET
     a = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         b = tl.load(branch + offset, mask=mask, other=0.0).to(tl.float32)
@@ -65,6 +65,7 @@ def add_norm_backward(
     d_x_stride,
     eps,
     rows_per_program,
+    OFFSET: tl.constexpr,
     ADDS: tl.constexpr,
     CENTERED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -77,8 +78,7 @@ def add_norm_backward(
     d_total and d_x are their strides apart.
     """
     d = tl.arange(0, WIDTH)
-    w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)
-    w = w if CENTERED else w + 1.0
+    w = tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32) + OFFSET
     acc, acc_bias = tl.zeros([WIDTH], dtype=tl.float32), tl.zeros([WIDTH], dtype=tl.float32)
     for i in tl.range(rows_per_program, num_stages=PREFETCH + 1):
         row = tl.program_id(0).to(tl.int64) * rows_per_program + i
