@@ -415,14 +415,19 @@ def test_ranks_are_said_to_share_what_patching_lets_them_share_alone(family):
     [
         ("qwen3_next", "linear layers are fused in"),
         ("qwen3_vl", "linear layers of Qwen3VLTextAttention are fused in"),
-        ("llama", "none is fused, with LoRA or without"),
+        ("llama", "linear layers of LlamaMLP are fused in"),
+        ("gemma2", "none is fused, with LoRA or without"),
     ],
 )
 def test_which_linear_layers_are_fused_is_the_familys(family, said):
     (plan,) = find_plans(family, "")
     assert said in plan.linear
     # as the report says it of a model
-    assert (plan.linear in str(patch_report(apply_patches(tiny(family))))) == (family == "llama")
+    report = str(patch_report(apply_patches(tiny(family))))
+    assert (plan.linear in report) == (family == "gemma2")
+    of = re.search(r"linear layers (of \w+)", said)
+    assert (of is not None) == ("linear layers but those of" in report)
+    assert of is None or f"linear layers but those {of[1]} are transformers' own" in report
 
 
 @pytest.mark.filterwarnings("default")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.report import NOT_FUSED
 
@@ -20,8 +19,10 @@ def linear_layers(config: Any, family: Family) -> str:
         config: transformers', with `quantization_config` if the checkpoint is quantised.
         family: the checkpoint's.
     """
-    if (which := _fused_layers(family)) is None:
+    if not family.fused_parts:
         return NOT_FUSED
+    of = "" if family.fuses_all else f" of {', '.join(family.fused_parts)}"
+    which = f"linear layers{of}"
     quantised = _fields(getattr(config, "quantization_config", None))
     if not quantised:
         return f"{which} {_plain(_dtype_of(config))}"
@@ -33,15 +34,6 @@ def linear_layers(config: Any, family: Family) -> str:
         f"{which} are fused, but not those that are quantised by {method} (bitsandbytes' 4 bits "
         "would be): these are called as they are, with their LoRA"
     )
-
-
-def _fused_layers(family: Family) -> str | None:
-    """Name the linear layers that run in fused kernels; None if there are none."""
-    if family.fused_layer:
-        return "linear layers"
-    fused = {op.name for op in OPS.values() if op.linear_layers}
-    classes = [mixer.cls for mixer in family.mixers if fused.intersection(mixer.ops)]
-    return f"linear layers of {', '.join(classes)}" if classes else None
 
 
 def _plain(dtype: str | None) -> str:

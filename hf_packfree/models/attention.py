@@ -253,6 +253,8 @@ class GatedQKNormAttention(RoutedAttention):
     normalises each head of q and k.
     """
 
+    norm_offset = 1.0
+
     def _attend_packed(
         self, x: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, packed: PackedSequence
     ) -> Tensor:

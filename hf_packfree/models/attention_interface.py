@@ -39,6 +39,8 @@ class InterfaceAttention(Replacement):
     """
 
     endings = ("Attention",)
+    inputs = "q_proj", "k_proj", "v_proj"
+    joins_inputs = False
     attends_for = "sdpa", "eager"
     follows_trees = True
 

@@ -46,8 +46,12 @@ class Replacement(nn.Module):
     `classes_of`.
     """
     inputs: ClassVar[tuple[str, ...]] = ()
-    """The names of the linear layers that read the module's input, which the packed branch runs as
-    one product.
+    """The names of the linear layers that read the module's input, all that do."""
+    joins_inputs: ClassVar[bool] = True
+    """Whether the packed branch runs `inputs` as one product."""
+    norm_offset: ClassVar[float | None] = None
+    """What the RMS norms of the modeling module add to their weight; None: no kernel computes
+    them.
     """
     follows_trees: ClassVar[bool] = False
     """Whether a token mixer follows each segment's path in a tree of shared prefixes."""

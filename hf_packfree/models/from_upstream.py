@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_packfree.models.attention_interface import InterfaceAttention
 from hf_packfree.models.base import classes_of
+from hf_packfree.models.fused_layer import PlainDecoderLayer
 from hf_packfree.models.gated_delta_net import SeparateProjections, SplitProjections
 from hf_packfree.models.gated_mlp import GatedMLP
 from hf_packfree.models.heads import heads_of
@@ -29,6 +30,7 @@ HALVES = (
     PackedMamba2,
     InterfaceAttention,
     GatedMLP,
+    PlainDecoderLayer,
     PackedTrunk,
 )
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_packfree.models.base import Replacement, Sizes, size_of_norm
 from hf_packfree.models.peft_lora import spare_columns_for
-from hf_packfree.models.plain_layers import adds_one, dtype_read, epsilon, swiglu_layers
+from hf_packfree.models.plain_layers import dtype_read, epsilon, norm_offset, swiglu_layers
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
@@ -27,6 +28,7 @@ class FusedDecoderLayer(Replacement):
     """
 
     endings = ("DecoderLayer",)
+    norm_offset = 1.0
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with fused kernels if the keywords hold a record, which the mixer gets;
@@ -35,30 +37,25 @@ class FusedDecoderLayer(Replacement):
         Args:
             hidden_states: [1, T, D_model] of a packed row.
         """
-        if kwargs.get("packed_sequence") is None:
+        packed = kwargs.get("packed_sequence") is not None
+        arguments = self.by_name((hidden_states, *args), kwargs) if packed else None
+        if arguments is None:
             return super().forward(hidden_states, *args, **kwargs)
-        return self._forward_packed(hidden_states, *args, **kwargs)
+        return self._forward_packed(**arguments)
 
-    def _forward_packed(
-        self,
-        x: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _forward_packed(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
         mixer = self._mixer()
-        normed, x = self._add_norm(x, None, self.input_layernorm, mixer)
-        mixed = mixer(
-            hidden_states=normed,
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **kwargs,
+        ours = isinstance(mixer, Replacement)
+        # a wrapper reads the norm in its own way
+        readers = _parts(mixer, mixer.inputs) if ours else [mixer]
+        normed, x = self._add_norm(
+            hidden_states, None, self.input_layernorm, readers, joined=ours and mixer.joins_inputs
         )
+        mixed = mixer(hidden_states=normed, **arguments)
         # attention may return its weights too
         mixed = mixed[0] if isinstance(mixed, tuple) else mixed
-        normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, self.mlp)
+        readers = _parts(self.mlp, _MLP_INPUTS)
+        normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, readers)
         return self._feed_forward(normed, x)
 
     def _mixer(self) -> Any:
@@ -66,29 +63,37 @@ class FusedDecoderLayer(Replacement):
         return next(getattr(self, path) for path in paths if hasattr(self, path))
 
     def _add_norm(
-        self, x: Tensor, branch: Tensor | None, norm: Any, reader: Any
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        norm: Any,
+        readers: list[Any],
+        joined: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Return norm(x + branch) and x + branch; on the backend "torch", call the norm module.
 
-        The norm's output is allocated with spare columns for the LoRA adapters of the `reader`, the
-        module that reads it.
+        Args:
+            readers: the linear layers that read the norm.
+            joined: whether they are one product; then the norm's output is allocated with spare
+                columns for their LoRA adapters.
         """
         backend = state_of(self).kernels_for(x.device, x.dtype)["fused"]
-        if backend != "torch" and adds_one(norm, self):
-            fused = FUSED.backend(backend)
-            names = reader.inputs if isinstance(reader, Replacement) else _MLP_INPUTS
-            readers = [reader._modules.get(name) for name in names]
-            return add_norm(
-                x,
-                branch,
-                norm.weight,
-                epsilon(norm),
-                dtype=dtype_read(x, readers),
-                spare_columns=spare_columns_for(readers, x) if fused.adapters else 0,
-                backend=backend,
-            )
-        total = x if branch is None else x + branch
-        return norm(total), total
+        offset = norm_offset(norm, self) if backend != "torch" else None
+        dtype = None if offset is None else dtype_read(x, readers)
+        if offset is None or (dtype is None and _widens(norm, offset, x)):
+            total = x if branch is None else x + branch
+            return norm(total), total
+        spare = joined and FUSED.backend(backend).adapters
+        return add_norm(
+            x,
+            branch,
+            norm.weight,
+            epsilon(norm),
+            offset=offset,
+            dtype=dtype,
+            spare_columns=spare_columns_for(readers, x) if spare else 0,
+            backend=backend,
+        )
 
     def _feed_forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual + MLP(x); on the backend "torch", call the MLP module."""
@@ -107,7 +112,7 @@ class FusedDecoderLayer(Replacement):
         """
         if name == "mlp":
             return swiglu_layers(part, self, x, adapters=False) is None
-        return name.endswith("norm") and not adds_one(part, self)
+        return name.endswith("norm") and norm_offset(part, self) is None
 
     @staticmethod
     def checkpoint_sizes(layer: Any) -> Sizes:
@@ -122,3 +127,21 @@ class FusedDecoderLayer(Replacement):
             ),
             "mlp": (isinstance(layer.mlp, nn.Module), True),
         }
+
+
+def _parts(module: Any, names: tuple[str, ...]) -> list[Any]:
+    return [module._modules.get(name) for name in names]
+
+
+def _widens(norm: Any, offset: float, x: Tensor) -> bool:
+    """Whether the norm may return a wider dtype than x's: Llama's multiplies the rounded x by the
+    weight as it is.
+    """
+    wide = torch.promote_types(x.dtype, norm.weight.dtype)
+    return offset == 0.0 and wide != x.dtype
+
+
+class PlainDecoderLayer(FusedDecoderLayer):
+    """Put in front of a decoder layer whose norms multiply by their weight alone, as Llama's do."""
+
+    norm_offset = 0.0

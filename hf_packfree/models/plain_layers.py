@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from hf_packfree.models.base import Replacement, upstream_of
 from hf_packfree.models.linear_weights import (
     cast_weight,
     compute_dtype,
@@ -31,6 +32,10 @@ _LIGERS = {
     ("liger_kernel.transformers.swiglu", f"{kind}.forward")
     for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")
 }
+_LIGERS_OFFSETS: dict[Any, float] = {"llama": 0.0, "gemma": 1.0}
+"""{casting mode of Liger's norm: the offset of the formula that has it}."""
+_GATED_MLP = "hf_packfree.models.gated_mlp", "GatedMLP.forward"
+"""Our forward in front of an MLP, which computes what the MLP's own does."""
 
 
 def swiglu_layers(
@@ -51,7 +56,7 @@ def swiglu_layers(
 
 def _is_swiglu(mlp: Any, layer: nn.Module) -> bool:
     runs = forward_of(mlp)
-    if (runs.__module__, getattr(runs, "__qualname__", "")) in _LIGERS:
+    if _names_of(runs) in _LIGERS:
         # Liger's kernel computes silu, whatever activation the module holds
         return True
     return is_upstreams(mlp, layer, "MLP") and is_silu(getattr(mlp, "act_fn", None))
@@ -64,33 +69,33 @@ def is_silu(activation: Any) -> bool:
     return not is_hooked(activation) and "forward" not in vars(activation)
 
 
-def adds_one(norm: Any, layer: nn.Module) -> bool:
+def adds_one(norm: Any, layer: Replacement) -> bool:
     """Whether calling `norm`, a part of `layer`, is x / sqrt(mean(x^2) + eps) * (1 + weight) in
     fp32 and nothing else.
-
-    Such a norm is the RMS norm of the family's modeling module, or runs Liger's kernel, on the
-    class or on the instance. False with adapters, hooks or sharded weights.
     """
-    return (
-        _is_rms_norm(norm, layer)
-        and not is_hooked(norm)
-        and type(norm._parameters.get("weight")) is nn.Parameter
-    )
+    return norm_offset(norm, layer) == 1.0
+
+
+def norm_offset(norm: Any, layer: Replacement) -> float | None:
+    """Return the offset if calling `norm`, a part of `layer`, is x / sqrt(mean(x^2) + eps) *
+    (offset + weight) in fp32 and nothing else, else None.
+
+    Such a norm is the RMS norm of the family's modeling module, whose offset is the layer's
+    `norm_offset`, or runs Liger's kernel, on the class or on the instance. None with adapters,
+    hooks or sharded weights.
+    """
+    if is_hooked(norm) or type(norm._parameters.get("weight")) is not nn.Parameter:
+        return None
+    if forward_of(norm).__module__.startswith("liger_kernel."):
+        offset: float | None = _LIGERS_OFFSETS.get(getattr(norm, "casting_mode", None))
+        return offset if getattr(norm, "offset", None) == offset else None
+    return layer.norm_offset if is_upstreams(norm, layer, "RMSNorm") else None
 
 
 def epsilon(norm: Any) -> float:
     """Return the norm's epsilon, which classes name `variance_epsilon` or `eps`."""
     found: float = vars(norm)["variance_epsilon" if "variance_epsilon" in vars(norm) else "eps"]
     return found
-
-
-def _is_rms_norm(norm: Any, layer: nn.Module) -> bool:
-    if forward_of(norm).__module__.startswith("liger_kernel."):
-        return (getattr(norm, "offset", None), getattr(norm, "casting_mode", None)) == (
-            1.0,
-            "gemma",
-        )
-    return is_upstreams(norm, layer, "RMSNorm")
 
 
 def project(x: Tensor, *layers: nn.Module, state: PatchState) -> tuple[Tensor, ...]:
@@ -217,11 +222,18 @@ def is_upstreams(module: Any, layer: nn.Module, ending: str) -> bool:
     on the class or the instance.
     """
     owner: Any = type(layer)
-    family, kind, runs = _modules_of(owner), type(module), forward_of(module)
+    kind: Any = type(module)
+    family, runs = _modules_of(owner), forward_of(module)
+    if _names_of(runs) == _GATED_MLP and not hasattr(runs, "__wrapped__"):
+        runs = upstream_of(kind).forward
     replaced = (
         "forward" in vars(module) or runs.__module__ not in family or hasattr(runs, "__wrapped__")
     )
     return not replaced and kind.__module__ in family and kind.__name__.endswith(ending)
+
+
+def _names_of(forward: Any) -> tuple[str, str]:
+    return forward.__module__, getattr(forward, "__qualname__", "")
 
 
 @cache

@@ -91,8 +91,8 @@ class Family:
         without_mixer: the values in `config.layer_types` of layers that mix no tokens ("mlp").
         fused_layer: whether the decoder layers are patched too, as `FusedDecoderLayer`. Unpatched
             layers pass the record on.
-        mlp: the class of the MLPs, patched as `GatedMLP`; None: they compute something else, or run
-            in the fused layer.
+        mlp: the class of the MLPs, patched as `GatedMLP`, for CPUs; None: they compute something
+            else, or upstream's run there.
         vision_language: the class around the text model that takes images, if there is one.
         towers: the encoders of images, videos and audio, in models that have them.
         predicts_ahead: whether checkpoints carry a multi-token prediction head, see
@@ -177,9 +177,26 @@ class Family:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The ops of the family's mixers, heads and towers, by their names in `backend`."""
+        """The ops of the family's mixers, decoder layers, heads and towers, by their names in
+        `backend`.
+        """
         around = ("head", "towers") if self.towers else ("head",)
-        return (*self.mixer_ops, *(op.name for op in OPS.values() if op.where in around))
+        fused = [op.name for op in OPS.values() if op.linear_layers and self.fused_layer]
+        here = (op.name for op in OPS.values() if op.where in around)
+        return tuple(dict.fromkeys((*self.mixer_ops, *fused, *here)))
+
+    @property
+    def fused_parts(self) -> tuple[str, ...]:
+        """The classes in the decoder layers whose linear layers run in fused kernels, by name."""
+        fused = {op.name for op in OPS.values() if op.linear_layers}
+        mixers = [mixer.cls for mixer in self.mixers if fused.intersection(mixer.ops)]
+        return (*mixers, self.mlp) if self.fused_layer and self.mlp else tuple(mixers)
+
+    @property
+    def fuses_all(self) -> bool:
+        """Whether all linear layers of the decoder layers run in fused kernels."""
+        mixers = {mixer.cls for mixer in self.mixers}
+        return self.fused_layer and mixers <= {*self.fused_parts}
 
     @property
     def mixer_ops(self) -> tuple[str, ...]:
@@ -207,9 +224,10 @@ class Family:
         them, since packed rows are exact without them.
 
         Those are MLPs, towers that are exact in upstream, and decoder layers in releases whose own
-        layers pass the record on.
+        layers pass the record on, as those of plain attention do in all.
         """
-        layers = () if compat.LAYERS_DROP_KEYWORDS else self.layers
+        drop = compat.LAYERS_DROP_KEYWORDS and not self.attends_only
+        layers = () if drop else self.layers
         towers = (tower.swaps for tower in self.towers if tower.optional)
         return self._pairs_of({self.mlp, *layers}.union(*towers))
 

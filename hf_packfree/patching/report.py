@@ -150,12 +150,20 @@ class PatchReport:
         further += [f"{name}: {reason}" for name, reason in self.left_alone.items()]
         further += [self.context_parallel] if self.context_parallel else []
         further += [self.cuda_graphs] if self.cuda_graphs else []
-        fused = any(OPS[op].linear_layers for op in self.implementations)
-        further += [] if fused else [NOT_FUSED]
+        further += self._not_fused()
         further += [called_in_words(self.called)] if self.called else []
         further += [self.autocast] if self.autocast else []
         further += [f"on this machine's GPUs, {op}: {why}" for op, why in self.why.items()]
         return "\n  ".join((said, *further))
+
+    def _not_fused(self) -> list[str]:
+        """Return a sentence on the linear layers of the family that are never fused, if any."""
+        row = next((row for row in FAMILIES if row.name == self.family), None)
+        if row is None or not row.fused_parts:
+            return [NOT_FUSED]
+        of = ", ".join(row.fused_parts)
+        others = f"linear layers but those of {of} are transformers' own, with LoRA or without"
+        return [] if row.fuses_all else [others]
 
     def _when(self) -> str:
         """Return " with some forms of input" if only these leak: transformers masks attention for

@@ -16,7 +16,7 @@ from torch import nn
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import compat
 from hf_packfree.models.base import Replacement
-from hf_packfree.models.plain_layers import adds_one, epsilon, swiglu_layers
+from hf_packfree.models.plain_layers import epsilon, norm_offset, swiglu_layers
 from hf_packfree.models.slow_decay import slow_decays
 from hf_packfree.models.state import PatchState
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
@@ -116,10 +116,11 @@ def norms_against_formula(model: nn.Module) -> float:
     """
     errors = [0.0]
     for layer, norm in _parts(model):
-        if adds_one(norm, layer):
+        offset = norm_offset(norm, layer)
+        if offset is not None:
             x = torch.linspace(-3, 2, 4 * norm.weight.numel()).view(4, -1)
             wanted = norm(x)
-            found, _ = add_norm(x, None, norm.weight, epsilon(norm))
+            found, _ = add_norm(x, None, norm.weight, epsilon(norm), offset=offset)
             errors.append(float((found - wanted).norm() / wanted.norm()))
     return _worst(errors)
 

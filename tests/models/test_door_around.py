@@ -113,6 +113,7 @@ def test_report_removal_copies_and_twice(family):
     assert (report.family, report.patched, report.attention) == (family, True, implementation)
     mlps = sum(type(module).__name__ == row.mlp for module in model.modules())
     counts = {row.causal_lm: 1, row.trunk: 1, row.mixers[0].cls: 4, row.mlp: mlps}
+    counts |= dict.fromkeys(row.layers, 4) if row.fused_layer else {}
     assert report.swaps == {name: count for name, count in counts.items() if name is not None}
     assert report.implementations["attention"] == "torch"
     batch = row_batch("positions", EDGES)

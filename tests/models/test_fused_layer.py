@@ -14,14 +14,33 @@ from torch import nn
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
 from hf_packfree.models import compat
+from hf_packfree.models.fused_layer import FusedDecoderLayer
+from hf_packfree.models.plain_layers import epsilon, norm_offset
 from hf_packfree.ops.fused import add_norm
 from hf_packfree.packing import PackedSequence
+from hf_packfree.patching import registry, selfcheck
 from tests.input_formats import row_batch
 from tests.models.kernels import on_kernels, watched
-from tests.support import ROW, assert_exact, tiny
+from tests.support import (
+    CONTROL,
+    LOGIT_TOL,
+    ROW,
+    assert_exact,
+    by_family,
+    errors,
+    random_weights,
+    run,
+    run_alone,
+    tiny,
+)
 
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+FAMILIES = [family.name for family in registry.FAMILIES if family.fused_layer]
+# whose norms multiply by their weight alone
+PLAIN = [name for name in FAMILIES if by_family[name].made_from_upstream]
 BATCH = row_batch("positions", ROW)
+MASKED = row_batch("positions", ROW)
+# beside positions that restart, as tokenizers make it: upstream's attention reads the mask alone
+MASKED.inputs["attention_mask"] = torch.ones_like(MASKED.inputs["input_ids"])
 
 
 class NotTheFamilys(nn.Module):
@@ -46,8 +65,9 @@ def ligers(norm, x):
 ligers.__module__ = "liger_kernel.transformers.rms_norm"
 
 
-def as_liger_does(norm, offset=1.0):
-    norm.offset, norm.casting_mode, norm.variance_epsilon = offset, "gemma", norm.eps
+def as_liger_does(norm, offset=1.0, casting="gemma"):
+    norm.offset, norm.casting_mode = offset, casting
+    norm.variance_epsilon = epsilon(norm)
     norm.forward = MethodType(ligers, norm)
 
 
@@ -93,6 +113,81 @@ def test_ligers_norms_are_fused_too_and_those_of_another_formula_called(fused):
     assert len(fused) == 7 and not any(
         weight is model.model.layers[2].input_layernorm.weight for weight in fused
     )
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_ligers_norms_of_llamas_formula_are_fused_and_exact(family, fused):
+    model = on_kernels(tiny(family))
+    first, second, *_ = model.model.layers
+    as_liger_does(first.input_layernorm, 0.0, "llama")
+    as_liger_does(second.input_layernorm, 1.0, "llama")
+    assert_exact(model, BATCH)
+    assert len(fused) == 2 * len(model.model.layers) - 1
+    assert not any(weight is second.input_layernorm.weight for weight in fused)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_formulas_are_those_of_upstreams_norms_and_mlps(family):
+    """Of weights that are neither zero nor one, for which formulas agree."""
+    model = apply_patches(selfcheck.tiny(by_family[family]))
+    layers = [part for part in model.modules() if isinstance(part, FusedDecoderLayer)]
+    offset = 0.0 if family in PLAIN else 1.0
+    assert {norm_offset(layer.input_layernorm, layer) for layer in layers} == {offset}
+    assert selfcheck.norms_against_formula(model) <= 1e-6
+    assert selfcheck.mlps_against_formula(model) <= 1e-6
+    for layer in layers:
+        vars(layer)["norm_offset"] = 1.0 - offset
+    assert selfcheck.norms_against_formula(model) > 0.1, "the other formula is seen"
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_of_an_unpatched_model_leak_and_of_a_fused_one_do_not(family, fused):
+    model, weights = tiny(family), random_weights(MASKED, 128)
+    alone = run_alone(model, MASKED, weights)
+    assert errors(run(model, MASKED, weights), alone)[0] >= CONTROL * LOGIT_TOL
+    assert_exact(on_kernels(model), MASKED, alone)
+    assert len(fused) >= 2 * len(model.model.layers)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_arguments_by_place_are_those_of_upstreams_forward(family, fused):
+    layer, rotary = on_kernels(tiny(family)).model.layers[0], tiny(family).model.rotary_emb
+    lengths, x = (3, 5), torch.randn(1, 8, layer.hidden_size)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    record = PackedSequence.from_lengths(lengths)
+    embeddings = rotary(x, positions)
+    named = {
+        "attention_mask": None,
+        "position_ids": positions,
+        "position_embeddings": embeddings,
+    }
+    by_place = [named.get(name) for name in type(layer).positional_names[1:]]
+    found = layer(x, *by_place, packed_sequence=record)
+    assert torch.equal(found, layer(x, **named, packed_sequence=record)) and len(fused) == 4
+    with pytest.raises(TypeError, match="multiple values"):
+        layer(x, *by_place, position_ids=positions, packed_sequence=record)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_llamas_norm_is_called_where_it_widens_and_somebody_reads_it(dtype, autocast, fused):
+    """A norm in fp32 on activations in bf16 is fp32, unless all that read it round it again."""
+    layer = on_kernels(tiny("llama")).model.layers[0]
+    layer.mlp.to(torch.bfloat16 if dtype == torch.bfloat16 and not autocast else torch.float32)
+    x, readers = torch.randn(1, 3, layer.hidden_size, dtype=dtype), [layer.mlp.gate_proj]
+    wanted = layer.input_layernorm(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, _ = layer._add_norm(x, None, layer.input_layernorm, readers)
+    called = dtype == torch.bfloat16 and not autocast
+    assert len(fused) == (not called)
+    assert found.dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert torch.allclose(found.float(), wanted, atol=0.02)
+    layer.mlp.gate_proj.register_forward_hook(lambda *_: None)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, _ = layer._add_norm(x, None, layer.input_layernorm, readers)
+    assert found.dtype == wanted.dtype and torch.allclose(found, wanted, atol=1e-6)
 
 
 def test_hooked_and_foreign_norms_are_called(fused):

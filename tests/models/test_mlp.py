@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from hf_packfree.models.plain_layers import adds_one, swiglu_layers
+from hf_packfree.models.gated_mlp import GatedMLP
+from hf_packfree.models.plain_layers import norm_offset, swiglu_layers
 from hf_packfree.ops.fused import swiglu_mlp
 from tests.input_formats import row_batch
 from tests.models.kernels import on_kernels, watched
 from tests.support import ROW, assert_exact, relative_rms, tiny
 
 BATCH = row_batch("positions", ROW)
+DENSE = ["qwen3_5", "llama", "qwen2", "qwen3", "mistral", "smollm3"]
 
 
 def ligers(mlp, x):
@@ -40,6 +42,18 @@ another_of_ligers.__module__, another_of_ligers.__qualname__ = (
 )
 
 
+def halved(forward):
+    @wraps(forward)
+    def half(self, x):
+        return 0.5 * forward(self, x)
+
+    return half
+
+
+def other(forward):
+    return lambda self, x: 0.5 * forward(self, x)
+
+
 class Adapter(nn.Linear):
     """A linear layer that does more, as adapters' do."""
 
@@ -55,8 +69,9 @@ def fused(monkeypatch):
     return watched(monkeypatch, "swiglu_mlp", place=1)
 
 
-def test_every_mlp_is_computed_by_the_op_and_exact(fused):
-    model = on_kernels(tiny())
+@pytest.mark.parametrize("family", DENSE)
+def test_every_mlp_is_computed_by_the_op_and_exact(family, fused):
+    model = on_kernels(tiny(family))
     assert_exact(model, BATCH)
     wanted = [layer.mlp.gate_proj.weight for layer in model.model.layers]
     assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
@@ -162,41 +177,51 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_what_somebody_changed_is_called(change, fused):
-    model, calls = tiny(), []
+def test_what_somebody_changed_is_called(change, family, fused):
+    model, calls = tiny(family), []
     mine = model.model.layers[1].mlp.gate_proj.weight
     change(model.model.layers[1].mlp, calls)
     on_kernels(model)(**BATCH.inputs)
     assert calls == ["called"] and len(fused) == 3 and not any(gate is mine for gate in fused)
 
 
-def test_a_class_whose_forward_somebody_replaced_is_called(fused, monkeypatch):
-    model, calls = tiny(), []
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_a_class_whose_forward_somebody_replaced_is_called(family, fused, monkeypatch):
+    model, calls = tiny(family), []
     kind = type(model.model.layers[0].mlp)
     whole = kind.forward
     monkeypatch.setattr(kind, "forward", lambda mlp, x: calls.append(1) or whole(mlp, x))
-    on_kernels(model)(**BATCH.inputs)
+    # for gradients on a CPU, the MLP of ours runs in front
+    with torch.no_grad():
+        on_kernels(model)(**BATCH.inputs)
     assert not fused and len(calls) == 4
 
 
-def test_a_class_whose_forward_somebody_wrapped_is_called(fused, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_a_class_whose_forward_somebody_wrapped_is_called(family, fused, monkeypatch):
     """`functools.wraps` makes a wrapper look as if it came from upstream's module."""
-    model = tiny()
+    model = tiny(family)
     for kind in (type(model.model.layers[0].mlp), type(model.model.layers[0].input_layernorm)):
         monkeypatch.setattr(kind, "forward", halved(kind.forward))
-    layer = model.model.layers[0]
-    assert not adds_one(layer.input_layernorm, layer)
-    on_kernels(model)(**BATCH.inputs)
+    layer = on_kernels(model).model.layers[0]
+    assert norm_offset(layer.input_layernorm, layer) is None
+    model(**BATCH.inputs)
     assert not fused
 
 
-def halved(forward):
-    @wraps(forward)
-    def half(self, x):
-        return 0.5 * forward(self, x)
-
-    return half
+@pytest.mark.parametrize("wrap", [halved, other], ids=["wrapped", "another"])
+def test_our_class_whose_forward_somebody_replaced_is_called(wrap, fused, monkeypatch):
+    """Ours in front of upstream's computes the formula, what stands in its place need not."""
+    model = on_kernels(tiny("llama"))
+    kind = type(model.model.layers[0].mlp)
+    assert issubclass(kind, GatedMLP)
+    model(**BATCH.inputs)
+    assert len(fused) == 4
+    monkeypatch.setattr(kind, "forward", wrap(kind.forward))
+    model(**BATCH.inputs)
+    assert len(fused) == 4
 
 
 def test_an_mlp_of_another_layout_in_the_familys_class_is_called():
