@@ -25,6 +25,7 @@ from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.ops.table import OPS
 from tests.integrations.compare import in_steps, labelled, packed
 from tests.integrations.marks import needs
+from tests.models.kernels import on_kernels, watched
 from tests.support import tiny
 
 # what is deprecated is PEFT's and torch's to change
@@ -139,6 +140,17 @@ def test_every_projection_is_fused(wrap, autocast, adapted, one_rank):
     computes = torch.bfloat16 if autocast or wrap is fsdp2 else torch.float32
     assert len(found) == PROJECTIONS and set(found.values()) == {computes}
     assert patch_report(wrapped).called == {}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("wrap", [as_it_is, ddp, fsdp2, fsdp2_in_fp32])
+@pytest.mark.parametrize(("op", "place", "calls"), [("add_norm", 2, 8), ("swiglu_mlp", 1, 4)])
+def test_layers_of_plain_attention_are_fused(
+    wrap, autocast, op, place, calls, one_rank, monkeypatch
+):
+    weights = watched(monkeypatch, op, place)
+    step(wrap(on_kernels(tiny("llama"))), autocast)
+    assert len(weights) == calls
 
 
 def test_adapters_sharded_beside_a_whole_base_are_fused(one_rank):

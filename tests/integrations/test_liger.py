@@ -9,7 +9,13 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_packfree import MTPOptions, apply_patches, patch_report, remove_patches
-from hf_packfree.models.plain_layers import adds_one, swiglu_layers
+from hf_packfree.models.plain_layers import (
+    adds_one,
+    epsilon,
+    forward_of,
+    norm_offset,
+    swiglu_layers,
+)
 from tests.integrations.compare import in_steps, labelled, per_document, rows, worst
 from tests.integrations.marks import integration, needs
 from tests.mtp import heads
@@ -64,6 +70,30 @@ def test_both_are_in_force(order):
     assert "liger" in trunk.layers[3].self_attn.q_norm.forward.__module__
     assert all("forward" not in vars(layer.linear_attn) for layer in trunk.layers[:3])
     assert not patch_report(remove_patches(model)).patched
+
+
+@integration("Liger", "RMSNorm and SwiGLU of Llama", "both stay in force, in either order")
+@orders
+def test_llamas_norms_and_mlps_are_computed_in_our_layers(order, monkeypatch):
+    """Also of a model that is built of Liger's classes."""
+    from liger_kernel.transformers.monkey_patch import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama as upstream
+
+    for name in ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb"):
+        # put back after the test
+        monkeypatch.setattr(upstream, name, getattr(upstream, name))
+    model = tiny("llama")
+    if order == "patched before":
+        apply_patches(model)
+    apply_liger_kernel_to_llama(model=model)
+    for found in (apply_patches(model), apply_patches(tiny("llama"))):
+        layers, x = found.model.layers, torch.zeros(1, found.config.hidden_size)
+        for layer in layers:
+            assert "liger" in forward_of(layer.mlp).__module__
+            assert "liger" in forward_of(layer.input_layernorm).__module__
+            assert swiglu_layers(layer.mlp, layer, x) is not None
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                assert norm_offset(norm, layer) == 0.0 and epsilon(norm) == 1e-6
 
 
 @integration("Liger", "multi-token prediction head beside its fused loss")

@@ -61,7 +61,14 @@ def lora(model, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("qwen3_5", {}), ("qwen3_5", {"use_dora": True}), ("qwen3_next", {})]
+    ("family", "options"),
+    [
+        ("qwen3_5", {}),
+        ("qwen3_5", {"use_dora": True}),
+        ("qwen3_next", {}),
+        ("llama", {}),
+        ("qwen3", {"use_dora": True}),
+    ],
 )
 def test_exact_and_no_layer_is_called(family, options, called, launched, monkeypatch):
     made, gradients = [], Weights.gradients
@@ -72,8 +79,9 @@ def test_exact_and_no_layer_is_called(family, options, called, launched, monkeyp
     assert "sum_partials" not in launched and bool(made) == bool(options), (
         "no gradient of a frozen parameter is made"
     )
-    experts = {"qwen3_5": 0}.get(family)
-    assert experts is None or len(called) == 1, "the head alone"
+    # the head, and four projections of attention with three products each, or DoRA's
+    around = {"qwen3_5": 1, "llama": 1 + 4 * 4 * 3}.get(family)
+    assert around is None or len(called) == around
     reference = lora(tiny(family), **options)
     assert_exact(model, BATCH, run_alone(reference, BATCH, random_weights(BATCH, 128)))
 

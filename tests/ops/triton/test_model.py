@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from hf_packfree.models import recompute
+from tests.input_formats import row_batch
 from tests.ops.triton.kernels import all_kernels, on_kernels
-from tests.support import GRADIENT_TOL, LOGIT_TOL, documents, gradients, relative_rms, tiny
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    assert_exact,
+    checkpoint_layers,
+    documents,
+    errors,
+    gradients,
+    random_weights,
+    relative_rms,
+    run,
+    run_alone,
+    tiny,
+)
 
 LENGTHS = [5, 1, 8, 2]
 TRITON = {"conv": "triton", "attention": "triton", "fused": "triton"}
@@ -62,6 +78,32 @@ def test_every_kernel_of_a_layer_runs(launched, recomputed):
     elsewhere = {"narrow_linear", "fold_states"} | of_heads
     assert launched == set(all_kernels()) - elsewhere - of_towers - of_adapters
     assert not recomputed
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "smollm3"])
+def test_layers_of_plain_attention_call_no_norm_and_no_mlp(
+    family, checkpointing, launched, monkeypatch
+):
+    batch, model = row_batch("positions", LENGTHS), tiny(family)
+    # upstream's attention reads the mask alone, and leaks
+    batch.inputs["attention_mask"] = torch.ones_like(batch.inputs["input_ids"])
+    weights = random_weights(batch, 128)
+    alone = run_alone(model, batch, weights)
+    assert errors(run(model, batch, weights), alone)[0] >= CONTROL * LOGIT_TOL
+    layers, called, call = on_kernels(model, fused="triton").model.layers, [], nn.Module.__call__
+    monkeypatch.setattr(
+        nn.Module,
+        "__call__",
+        lambda part, *args, **named: called.append(part) or call(part, *args, **named),
+    )
+    if checkpointing:
+        checkpoint_layers(model, reentrant=False)
+    assert_exact(model, batch, alone)
+    names = {name.partition(".")[2] for name, part in layers.named_modules() if part in called}
+    assert "self_attn.q_proj" in names and not any("layernorm" in x or "mlp" in x for x in names)
+    kernels = {"add_norm", "add_norm_backward", "swiglu", "swiglu_backward", "sum_partials"}
+    assert launched == kernels
 
 
 def test_projections_that_are_watched_are_called_by_themselves(recomputed):
