@@ -414,7 +414,8 @@ def test_ranks_are_said_to_share_what_patching_lets_them_share_alone(family):
     ("family", "said"),
     [
         ("qwen3_next", "linear layers are fused in"),
-        ("qwen3_vl", "linear layers of Qwen3VLTextAttention are fused in"),
+        ("qwen3_vl", "linear layers are fused in"),
+        ("qwen2_5_vl", "linear layers of Qwen2_5_VLAttention are fused in"),
         ("llama", "linear layers of LlamaMLP are fused in"),
         ("gemma2", "none is fused, with LoRA or without"),
     ],

@@ -16,6 +16,7 @@ from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.audio_tower import PackedAudioAttention, PackedAudioTower
 from hf_packfree.models.base import classes_of, put_in_front
 from hf_packfree.models.call import Call
+from hf_packfree.models.fused_layer import PlainDecoderLayer
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
@@ -51,6 +52,7 @@ CLASSES = classes_of(
     upstream,
     __name__,
     QKNormAttention,
+    PlainDecoderLayer,
     PackedDeepstack,
     PackedVisionLanguage,
     *VISION_HALVES,

@@ -9,6 +9,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as upstream
 
 from hf_packfree.models.attention import QKNormAttention
 from hf_packfree.models.base import classes_of
+from hf_packfree.models.fused_layer import PlainDecoderLayer
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
@@ -19,6 +20,7 @@ CLASSES = classes_of(
     upstream,
     __name__,
     QKNormAttention,
+    PlainDecoderLayer,
     PackedDeepstack,
     PackedVisionLanguage,
     *VISION_HALVES,

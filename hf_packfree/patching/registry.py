@@ -76,6 +76,7 @@ ROWS: tuple[Family, ...] = (
             causal_lm="ForConditionalGeneration",
             text="TextModel",
             layers=("TextDecoderLayer",),
+            fused_layer=True,
             vision_language="Model",
             towers=(vision_tower(),),
         )
@@ -102,6 +103,7 @@ ROWS: tuple[Family, ...] = (
         causal_lm="ThinkerForConditionalGeneration",
         text="ThinkerTextModel",
         layers=("ThinkerTextDecoderLayer",),
+        fused_layer=True,
         vision_language=None if compat.THINKER_HOLDS_TOWERS else "ThinkerModel",
         towers=(
             vision_tower("VisionEncoder"),
@@ -116,8 +118,8 @@ ROWS: tuple[Family, ...] = (
     attention_only("gemma2", "Gemma2", *_WINDOWS, tiny={"attn_logit_softcapping": 2.0}),
     attention_only("gemma3_text", "Gemma3", *_WINDOWS, upstream="gemma3", text="TextModel"),
     attention_only("gpt_oss", "GptOss", *_WINDOWS, masks_read_positions=False),
-    attention_only("qwen3_moe", "Qwen3Moe"),
-    attention_only("mixtral", "Mixtral"),
+    attention_only("qwen3_moe", "Qwen3Moe", fused_layer=True),
+    attention_only("mixtral", "Mixtral", fused_layer=True),
     attention_only("gemma", "Gemma"),
     attention_only("phi3", "Phi3"),
     attention_only("olmo2", "Olmo2", mlp="MLP"),

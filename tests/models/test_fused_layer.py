@@ -32,10 +32,12 @@ from tests.support import (
     run,
     run_alone,
     tiny,
+    trunk_of,
 )
 
 FAMILIES = [family.name for family in registry.FAMILIES if family.fused_layer]
-# whose norms multiply by their weight alone
+PLUS_ONE = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
+# of plain attention
 PLAIN = [name for name in FAMILIES if by_family[name].made_from_upstream]
 BATCH = row_batch("positions", ROW)
 MASKED = row_batch("positions", ROW)
@@ -82,13 +84,14 @@ def fused(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_on_the_mixers_see_the_record(family):
     model, seen = apply_patches(tiny(family)), []
-    for layer in model.model.layers:
+    layers = trunk_of(model).layers
+    for layer in layers:
         mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
         mixer.register_forward_hook(
             lambda module, args, kwargs, out: seen.append(kwargs), with_kwargs=True
         )
     model(**BATCH.inputs)
-    assert len(seen) == len(model.model.layers)
+    assert len(seen) == len(layers)
     assert all(kwargs["packed_sequence"] is seen[0]["packed_sequence"] for kwargs in seen)
     assert isinstance(seen[0]["packed_sequence"], PackedSequence)
 
@@ -99,7 +102,7 @@ def test_every_norm_of_a_layer_is_fused_and_exact(family, fused):
     assert_exact(model, BATCH)
     wanted = [
         norm.weight
-        for layer in model.model.layers
+        for layer in trunk_of(model).layers
         for norm in (layer.input_layernorm, layer.post_attention_layernorm)
     ]
     assert len(fused) == len(wanted) and all(a is b for a, b in zip(fused, wanted))
@@ -132,7 +135,7 @@ def test_the_formulas_are_those_of_upstreams_norms_and_mlps(family):
     """Of weights that are neither zero nor one, for which formulas agree."""
     model = apply_patches(selfcheck.tiny(by_family[family]))
     layers = [part for part in model.modules() if isinstance(part, FusedDecoderLayer)]
-    offset = 0.0 if family in PLAIN else 1.0
+    offset = 1.0 if family in PLUS_ONE else 0.0
     assert {norm_offset(layer.input_layernorm, layer) for layer in layers} == {offset}
     assert selfcheck.norms_against_formula(model) <= 1e-6
     assert selfcheck.mlps_against_formula(model) <= 1e-6
@@ -148,7 +151,7 @@ def test_packed_rows_of_an_unpatched_model_leak_and_of_a_fused_one_do_not(family
     alone = run_alone(model, MASKED, weights)
     assert errors(run(model, MASKED, weights), alone)[0] >= CONTROL * LOGIT_TOL
     assert_exact(on_kernels(model), MASKED, alone)
-    assert len(fused) >= 2 * len(model.model.layers)
+    assert len(fused) >= 2 * len(trunk_of(model).layers)
 
 
 @pytest.mark.parametrize("family", PLAIN)

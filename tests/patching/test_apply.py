@@ -23,12 +23,12 @@ from tests.support import by_family, tiny
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
 
 SWAPS = {
-    "qwen3_vl": [1, 1, 1, 1, 1, 3, 3, 3],
-    "qwen3_vl_moe": [1, 1, 1, 1, 1, 3, 3, 3],
+    "qwen3_vl": [1, 1, 1, 1, 1, 3, 3, 3, 3],
+    "qwen3_vl_moe": [1, 1, 1, 1, 1, 3, 3, 3, 3],
     "qwen2_5_vl": [1, 1, 1, 1, 1, 2, 3],
 }
 """Head, vision-language model, trunk, tower, its patch embedding, blocks and attentions, and the
-trunk's attentions; of the others head, trunk, one attention, three Gated DeltaNets, four layers."""
+trunk's attentions and, but for Qwen2.5-VL, layers; of the others head, trunk, one attention, three Gated DeltaNets, four layers."""
 
 
 def classes(model):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_packfree.models import recompute
+from tests import vision
 from tests.input_formats import row_batch
 from tests.ops.triton.kernels import all_kernels, on_kernels
 from tests.support import (
@@ -104,6 +105,18 @@ def test_layers_of_plain_attention_call_no_norm_and_no_mlp(
     assert "self_attn.q_proj" in names and not any("layernorm" in x or "mlp" in x for x in names)
     kernels = {"add_norm", "add_norm_backward", "swiglu", "swiglu_backward", "sum_partials"}
     assert launched == kernels
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
+def test_features_that_are_added_between_fused_layers_are_exact(family, launched):
+    model = vision.tiny_vision(family)
+    given = [vision.document(3, vision.image(4, 4), 2, seed=seed) for seed in range(2)]
+    weights = vision.random_weights(given)
+    wanted = vision.alone(model, given, weights)
+    batch = vision.packed_batch("4 rows", given, model.model)
+    logits, grads = errors(vision.run(on_kernels(model, fused="triton"), batch, weights), wanted)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+    assert "add_norm_backward" in launched and ("swiglu" in launched) == (family == "qwen3_vl")
 
 
 def test_projections_that_are_watched_are_called_by_themselves(recomputed):
