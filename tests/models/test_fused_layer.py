@@ -4,6 +4,7 @@ which layers are left alone.
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from types import MethodType
 
@@ -29,6 +30,7 @@ from tests.support import (
     by_family,
     errors,
     random_weights,
+    relative_rms,
     run,
     run_alone,
     tiny,
@@ -43,6 +45,9 @@ BATCH = row_batch("positions", ROW)
 MASKED = row_batch("positions", ROW)
 # beside positions that restart, as tokenizers make it: upstream's attention reads the mask alone
 MASKED.inputs["attention_mask"] = torch.ones_like(MASKED.inputs["input_ids"])
+
+
+WEIGHTS = random_weights(MASKED, 128)
 
 
 class NotTheFamilys(nn.Module):
@@ -230,6 +235,82 @@ def test_a_wrapped_layer_is_left_alone_where_upstreams_hands_the_record_on(monke
     assert patch_report(model).swaps["Qwen3_5DecoderLayer"] == 3
     assert_exact(model, BATCH)
     assert not patch_report(remove_patches(model)).patched
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_wrapped_layer_of_plain_attention_is_left_alone_in_every_release(
+    drop, fused, monkeypatch
+):
+    monkeypatch.setattr(compat, "LAYERS_DROP_KEYWORDS", drop)
+    model, alone = tiny("llama"), run_alone(tiny("llama"), MASKED, WEIGHTS)
+    layer = model.model.layers[1]
+    layer.forward = partial(layer.forward)
+    assert patch_report(apply_patches(model)).swaps["LlamaDecoderLayer"] == 3
+    assert_exact(on_kernels(model), MASKED, alone)
+    assert len(fused) == 6
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_layer_with_a_forward_of_its_own_runs_it(when, fused):
+    """Of a subclass before patching, on the instance after; exact, and the others are fused."""
+    model = tiny("llama")
+    kind, calls = type(model.model.layers[1]), []
+
+    class Twice(kind):
+        def forward(self, hidden_states, **more):
+            calls.append(more["position_ids"].shape)
+            return 2 * kind.forward(self, hidden_states, **more)
+
+    if when == "after":
+        on_kernels(model)
+        layer = model.model.layers[1]
+        layer.forward = MethodType(
+            lambda *args, **more: 2 * type(layer).forward(*args, **more), layer
+        )
+        wanted = tiny("llama")
+        wanted.model.layers[1].__class__ = Twice
+    else:
+        model.model.layers[1].__class__ = Twice
+        wanted = copy.deepcopy(model)
+        on_kernels(model)
+    assert_exact(model, MASKED, run_alone(wanted, MASKED, WEIGHTS))
+    assert calls and len(fused) == (6 if when == "before" else 8)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_hidden_states_of_layers_are_those_of_documents_alone(family, fused):
+    stock, model = tiny(family).eval(), on_kernels(tiny(family)).eval()
+    with torch.no_grad():
+        found = model(**MASKED.inputs, output_hidden_states=True).hidden_states
+        alone = [
+            stock(input_ids=document[None], output_hidden_states=True, use_cache=False)
+            for document in MASKED.documents
+        ]
+    assert len(found) == len(alone[0].hidden_states) and fused
+    for index, states in enumerate(found):
+        wanted = torch.cat([one.hidden_states[index][0] for one in alone])
+        assert relative_rms(torch.cat(MASKED.cut(states)), wanted) <= LOGIT_TOL
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_wrapper_around_the_mixer_reads_upstreams_dtype(autocast, fused):
+    """It may do more with the norm than multiply it."""
+
+    class Holder(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden_states, **more):
+            seen.append(hidden_states.dtype)
+            return self.inner(hidden_states, **more)
+
+    model, seen = on_kernels(tiny("llama")), []
+    for layer in model.model.layers:
+        layer.self_attn = Holder(layer.self_attn)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**BATCH.inputs)
+    assert set(seen) == {torch.float32} and len(fused) == 8
 
 
 @pytest.mark.parametrize(
