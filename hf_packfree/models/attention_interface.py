@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from hf_packfree.errors import BackendUnavailable, UnsupportedModel
 from hf_packfree.models.attention import additive_block_mask, check_attention, take_packed_call
 from hf_packfree.models.base import Replacement, upstream_of
+from hf_packfree.models.rotated import with_our_rotation
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
@@ -65,13 +66,19 @@ class InterfaceAttention(Replacement):
             return super().forward(hidden_states, *args, **kwargs)
         packed, arguments = call
         arguments["attention_mask"] = None
+        upstream: Any = self._upstream(hidden_states)
         if check_attention(self.config) == "flash":
-            out, weights = super().forward(**arguments, **to_hf_kwargs(packed))
+            out, weights = upstream(self, **arguments, **to_hf_kwargs(packed))
             out = packed.zero_left_pad(out)
         else:
-            upstream: Any = upstream_of(type(self)).forward
             out, weights = upstream(AttentionOfCall(self), **arguments, packed_sequence=packed)
         return out, weights
+
+    def _upstream(self, x: Tensor) -> Any:
+        """Return upstream's forward, with our rotation where layers of this family run fused."""
+        forward = upstream_of(type(self)).forward
+        backend = state_of(self).kernels_for(x.device, x.dtype)["fused"]
+        return forward if backend == "torch" else with_our_rotation(forward, backend)
 
     @staticmethod
     def op_sizes(layer: Any) -> dict[str, int]:

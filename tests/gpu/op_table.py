@@ -138,11 +138,13 @@ def _unit_qkv(
     return torch.cat([part.flatten(2) for part in qkv], -1)
 
 
-def _turned(function: Any, x: Tensor, weight: Tensor, backend: str) -> Tensor:
+def _turned(function: Any, x: Tensor, weight: Tensor | None, backend: str) -> Tensor:
     """q is half of a projection, and a quarter of its channels turn, as in the published models."""
     size = x.shape[-1] // 2
     angle = torch.arange(size // 8, device=x.device).expand(1, x.shape[1], -1).to(x.dtype)
     cos, sin = (torch.cat([part, part], -1) for part in (angle.cos(), angle.sin()))
+    if weight is None:
+        return function(x[..., :size], cos, sin, backend=backend)
     return function(x[..., :size], weight, cos, sin, 1e-6, backend=backend)
 
 
@@ -415,6 +417,16 @@ OPS = {
             },
             lambda f, x, packed, backend: f(x["x"], x["z"], backend=backend),
             "output_gate",
+            mixes=False,
+            exact=("triton",),
+            exact_gradients=("triton",),
+        ),
+        Op(
+            "rope",
+            "hf_packfree.ops.fused",
+            lambda tokens: {"x": _random(1, tokens, ATTENTION[0], 2 * ATTENTION[2])},
+            lambda f, x, packed, backend: _turned(f, x["x"], None, backend),
+            "rope",
             mixes=False,
             exact=("triton",),
             exact_gradients=("triton",),

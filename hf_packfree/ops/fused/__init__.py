@@ -19,7 +19,7 @@ from hf_packfree.ops.fused.gates import gates
 from hf_packfree.ops.fused.norm_rope import norm_rope
 from hf_packfree.ops.fused.output_gate import output_gate
 from hf_packfree.ops.fused.projections import projections
-from hf_packfree.ops.fused.rope import qkv_rope
+from hf_packfree.ops.fused.rope import qkv_rope, rope
 from hf_packfree.ops.fused.swiglu import swiglu_mlp
 from hf_packfree.ops.op import Op
 
@@ -79,5 +79,6 @@ __all__ = [
     "output_gate",
     "projections",
     "qkv_rope",
+    "rope",
     "swiglu_mlp",
 ]

@@ -1,8 +1,8 @@
-"""Rotary position embedding of queries and keys in the output of one joined projection of q, k and
-v.
+"""Rotary position embedding, of queries or keys, and of both in the output of one joined projection
+of q, k and v.
 
-Vision towers do this before attention. Upstream rotates in fp32 in seven passes over memory, then
-splits q, k and v; here both are one pass each way.
+Upstream rotates in seven passes over memory, in vision towers in fp32, which then split q, k and v;
+here this is one pass each way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,59 @@ from torch.autograd import Function
 from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.ops.backend import block_width, uses_triton
 from hf_packfree.ops.launch import launch
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "torch") -> Tensor:
+    """Return rotate(x), computed in fp32 at least and rounded once.
+
+    Args:
+        x: [1, T, H, D], any floating dtype, any strides.
+        cos, sin: [1, T, R] with R at most D, of the angles of R / 2 planes, twice; channel i < R /
+            2 rotates with channel i + R / 2 (Su et al., arXiv:2104.09864, in the order of
+            GPT-NeoX), channels from R on stay.
+        backend: "triton" or "torch".
+
+    Returns:
+        [1, T, H, D] in x's dtype, contiguous. Upstream rounds each product and the sum, so half
+        precision differs by a rounding, fp32 does not.
+
+    Raises:
+        BackendUnavailable: no backend has that name.
+    """
+    run = _Rope.apply if uses_triton("rotary", backend) else rope_reference
+    return run(x, cos, sin)
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rope` in PyTorch."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rotary, rest = x.to(wide).split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = rotary.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1) * sin[:, :, None].to(wide)
+    rotated = rotary * cos[:, :, None].to(wide) + turned
+    return torch.cat((rotated, rest), dim=-1).to(x.dtype)
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotated(d_out, *ctx.saved_tensors, backward=True), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, backward: bool) -> Tensor:
+    from hf_packfree.ops.fused.kernels.rope import rope
+
+    x, cos, sin = x if x.stride(3) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
+    out, angles = x.new_empty(x.shape), cos.shape[-1]
+    sizes = angles // 2, x.stride(1), x.stride(2), angles
+    launch(rope, (x.shape[1],), x, cos, sin, out, *sizes, BACKWARD=backward, **_blocks(x))
+    return out
 
 
 def qkv_rope(
@@ -86,4 +139,4 @@ def _blocks(qkv: Tensor) -> dict[str, int]:
     }
 
 
-__all__ = ["qkv_rope", "qkv_rope_reference"]
+__all__ = ["qkv_rope", "qkv_rope_reference", "rope", "rope_reference"]

@@ -35,6 +35,7 @@ from hf_packfree.ops.fused import (
     output_gate,
     projections,
     qkv_rope,
+    rope,
     swiglu_mlp,
 )
 from hf_packfree.ops.fused.lora import Adapter, LoraLinear
@@ -137,6 +138,8 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
     (qkv,) = random((TOKENS, 3, 16, 72))
     cos, sin = (torch.randn(TOKENS, 72) for _ in range(2))
     yield qkv_rope(qkv, cos, sin, **TRITON), [qkv]
+    (q,), turns = random((1, TOKENS, 8, 128)), [torch.randn(1, TOKENS, 128).to(dtype)] * 2
+    yield (rope(q, *turns, **TRITON),), [q]
     x, gate, up, down = random(rows, (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER))
     yield (swiglu_mlp(x, gate, up, down, **TRITON),), [x, gate, up, down]
     hidden, head = random((TOKENS, WIDTH), (512, WIDTH))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.fused import qkv_rope
+from hf_packfree.ops.fused import qkv_rope, rope
 from tests.ops.triton.compare import TOKENS, assert_matches, random
 
 KERNELS = {"qkv_rope", "qkv_rope_backward"}
@@ -32,3 +32,17 @@ def test_half_precision_is_rounded_once():
         qkv_rope(qkv, cos, sin, backend="triton"), qkv_rope(qkv, cos, sin), strict=True
     ):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("rotary", [8, 24], ids=["a third of the channels", "all channels"])
+@pytest.mark.parametrize("heads", [3, 4])
+def test_queries_on_a_slice_of_wider_heads(tokens, rotary, heads, launched):
+    (angle,) = random((1, tokens, rotary // 2), seed=3)
+    cos, sin = (torch.cat([turn, turn], -1) for turn in (angle.cos(), angle.sin()))
+
+    def op(x, *, backend):
+        return rope(x[..., :24], cos.to(x.dtype), sin.to(x.dtype), backend=backend)
+
+    assert_matches(op, random((1, tokens, heads, 48)))
+    assert launched == {"rope"}

@@ -103,6 +103,37 @@ def norm_rope_backward(
 
 
 @triton.jit
+def rope(
+    x,
+    cos,
+    sin,
+    out,
+    half,
+    token_stride,
+    head_stride,
+    angle_stride,
+    BACKWARD: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """out [T, HEADS, SIZE] = rotate(x), or its transpose, for gradients.  Grid: T."""
+    t = tl.program_id(0).to(tl.int64)
+    h, d = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    mask, is_rotary, other = (h < HEADS) & (d < SIZE), d < 2 * half, _rotated_with(d, half)
+    c = tl.load(cos + t * angle_stride + d, mask=is_rotary, other=1.0).to(tl.float32)
+    turn = other if BACKWARD else d
+    s = tl.load(sin + t * angle_stride + turn, mask=is_rotary, other=0.0).to(tl.float32)
+    s = tl.where((d < half) != BACKWARD, -s, s)
+    heads = x + t * token_stride + h * head_stride
+    a = tl.load(heads + d, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(heads + other, mask=mask & is_rotary, other=0.0).to(tl.float32)
+    y = (a * c + b * s).to(out.dtype.element_ty)
+    tl.store(out + (t * HEADS + h) * SIZE + d, y, mask=mask)
+
+
+@triton.jit
 def _rotate(source, target, c, s, h, d, other, mask, SIZE: tl.constexpr):
     """target [HEADS, SIZE] = source rotated: each channel by c, its partner by s."""
     a = tl.load(source + h * SIZE + d, mask=mask, other=0.0).to(tl.float32)

@@ -1,0 +1,111 @@
+"""Upstream's attention with our rotation in the place of its module's function."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+
+import pytest
+import torch
+
+from hf_packfree.models import rotated
+from hf_packfree.models.rotated import NAME, is_rope, with_our_rotation
+from tests.support import tiny
+
+FUSED = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3"]
+
+
+def attention_of(family):
+    """Return an attention layer of a tiny stock model."""
+    return tiny(family).model.layers[0].self_attn
+
+
+def module_of(family):
+    return import_module(type(attention_of(family)).__module__)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", FUSED)
+def test_attention_of_fused_layers_rotates_by_a_function_of_its_module(family):
+    forward = inspect.unwrap(type(attention_of(family)).forward)
+    assert NAME in forward.__code__.co_names
+    assert is_rope(getattr(module_of(family), NAME))
+    assert with_our_rotation(type(attention_of(family)).forward, "torch") is not forward
+
+
+@pytest.mark.parametrize("family", ["cohere2", "glm4", "gpt_oss"])
+def test_another_formula_stays_upstreams(family):
+    """Pairs of neighbouring channels turn in Cohere's and GLM's, gpt-oss has half of the angles."""
+    forward = type(attention_of(family)).forward
+    assert not is_rope(getattr(module_of(family), NAME))
+    assert with_our_rotation(forward, "torch") is forward
+
+
+def test_a_function_that_somebody_put_into_the_module_is_called(monkeypatch):
+    """Liger's patches do that, before our patches and after."""
+    layer, module, called = attention_of("llama"), module_of("llama"), []
+    before = with_our_rotation(type(layer).forward, "torch")
+
+    def theirs(q, k, cos, sin, unsqueeze_dim=1):
+        called.append(q.is_cuda)
+        return 2 * q, k
+
+    monkeypatch.setattr(module, NAME, theirs)
+    after = with_our_rotation(type(layer).forward, "torch")
+    assert before is not after and after is type(layer).forward
+    x, turns = torch.randn(1, 5, layer.config.hidden_size), [torch.ones(1, 5, layer.head_dim)] * 2
+    called.clear()
+    after(layer, x, turns, None)
+    assert called == [False]
+
+
+def test_other_names_of_the_module_are_read_as_they_are_at_the_call(monkeypatch):
+    layer, module, seen = attention_of("llama"), module_of("llama"), []
+    forward = with_our_rotation(type(layer).forward, "torch")
+    x, turns = torch.randn(1, 5, layer.config.hidden_size), [torch.ones(1, 5, layer.head_dim)] * 2
+    wanted = type(layer).forward(layer, x, turns, None)[0]
+    assert torch.allclose(forward(layer, x, turns, None)[0], wanted, atol=1e-6)
+
+    def attend(module, q, k, v, mask, **kwargs):
+        seen.append(q.shape)
+        return v.transpose(1, 2).repeat_interleave(q.shape[1] // v.shape[1], 2), None
+
+    monkeypatch.setitem(vars(module)["ALL_ATTENTION_FUNCTIONS"]._global_mapping, "sdpa", attend)
+    forward(layer, x, turns, None)
+    monkeypatch.setattr(module, "ALL_ATTENTION_FUNCTIONS", Interface(attend))
+    forward(layer, x, turns, None)
+    assert len(seen) == 2
+
+
+class Interface:
+    """In the place of transformers' table of attention functions."""
+
+    def __init__(self, attend):
+        self.attend = attend
+
+    def get_interface(self, name, default):
+        return self.attend
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, cos, sin: (q, k, cos[..., :4], sin[..., :4]),
+        lambda q, k, cos, sin: (q.repeat(2, 1, 1, 1), k.repeat(2, 1, 1, 1), cos, sin),
+    ],
+    ids=["part of the channels", "two rows"],
+)
+def test_other_shapes_go_to_upstreams_function(change, monkeypatch):
+    called = []
+
+    def upstreams(q, k, cos, sin):
+        called.append(q.shape)
+        return q, k
+
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    cos, sin = torch.randn(2, 1, 5, 8).unbind()
+    rotated._rotate(upstreams, "torch", q, k, cos, sin)
+    assert called == []
+    q, k, cos, sin = change(q, k, cos, sin)
+    rotated._rotate(upstreams, "torch", q, k, cos, sin)
+    assert called == [q.shape]
