@@ -27,32 +27,36 @@ def with_our_rotation(forward: Forward, backend: str) -> Forward:
     """
     plain = inspect.unwrap(forward)
     rotates = getattr(plain, "__globals__", {}).get(NAME)
-    if rotates is None or NAME not in plain.__code__.co_names or not is_rope(rotates):
+    if rotates is None or NAME not in plain.__code__.co_names or not angle_repeats(rotates):
         return forward
     return _with_rotation(plain, rotates, backend)
 
 
 @cache
-def is_rope(rotates: Callable[..., Any]) -> bool:
-    """Whether a function (q, k, cos, sin) [B, H, T, D] computes what `rope` does, by its values on
-    a CPU.
+def angle_repeats(rotates: Callable[..., Any]) -> int:
+    """Return how often the cos and sin that a function (q, k, cos, sin) takes, q and k [B, H, T,
+    D], have to be repeated so that `rope` computes the same: once as Llama's [B, T, D], twice as
+    gpt-oss's [B, T, D / 2]. 0: it computes something else, by its values on a CPU.
     """
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
-    # both halves of the angles are equal
-    cos, sin = (torch.randn(1, 3, 4, generator=generator).repeat(1, 1, 2) for _ in range(2))
-    try:
-        found = rotates(q, k, cos, sin)
-        wanted = [rope_reference(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k)]
-        return len(found) == 2 and all(map(torch.allclose, found, wanted))
-    # a kernel that runs on GPUs alone, or a function of other arguments
-    except Exception:
-        return False
+    half = [torch.randn(1, 3, 4, generator=generator) for _ in range(2)]
+    whole = [x.repeat(1, 1, 2) for x in half]
+    wanted = [rope_reference(x.transpose(1, 2), *whole).transpose(1, 2) for x in (q, k)]
+    for repeats, angles in ((1, whole), (2, half)):
+        try:
+            found = rotates(q, k, *angles)
+            if len(found) == 2 and all(map(torch.allclose, found, wanted)):
+                return repeats
+        # a kernel that runs on GPUs alone, or a function of other arguments
+        except Exception:
+            continue
+    return 0
 
 
 @cache
 def _with_rotation(plain: Any, rotates: Callable[..., Any], backend: str) -> Forward:
-    ours = partial(_rotate, rotates, backend)
+    ours = partial(_rotate, rotates, angle_repeats(rotates), backend)
     forward = FunctionType(
         plain.__code__,
         _Globals(plain.__globals__, {NAME: ours}),
@@ -77,6 +81,7 @@ class _Globals(dict[str, Any]):
 
 def _rotate(
     rotates: Callable[..., Any],
+    repeats: int,
     backend: str,
     q: Tensor,
     k: Tensor,
@@ -85,16 +90,18 @@ def _rotate(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q and k [1, heads, T, D] by cos and sin [1, T, D]; by upstream's function where the
-    arguments are others.
+    """Rotate q and k [1, heads, T, D] by cos and sin [1, T, D / repeats]; by upstream's function
+    where the arguments are others.
     """
-    others = args or kwargs or q.ndim != 4 or len(q) != 1
-    if others or cos.shape != (1, q.shape[2], q.shape[3]) or k.shape[-1] != q.shape[-1]:
+    others = args or kwargs or q.ndim != 4 or len(q) != 1 or k.shape[-1] != q.shape[-1]
+    if others or (*cos.shape[:-1], repeats * cos.shape[-1]) != (1, *q.shape[2:]):
         rotated: tuple[Tensor, Tensor] = rotates(q, k, cos, sin, *args, **kwargs)
         return rotated
+    if repeats > 1:
+        cos, sin = (angles.repeat(1, 1, repeats) for angles in (cos, sin))
     turned = (rope(x.transpose(1, 2), cos, sin, backend=backend) for x in (q, k))
     rotated_q, rotated_k = (x.transpose(1, 2) for x in turned)
     return rotated_q, rotated_k
 
 
-__all__ = ["NAME", "is_rope", "with_our_rotation"]
+__all__ = ["NAME", "angle_repeats", "with_our_rotation"]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from importlib import import_module
 
 import pytest
 import torch
 
 from hf_packfree.models import rotated
-from hf_packfree.models.rotated import NAME, is_rope, with_our_rotation
+from hf_packfree.models.rotated import NAME, angle_repeats, with_our_rotation
 from tests.support import tiny
 
-FUSED = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3"]
+FUSED = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3", "gpt_oss"]
 
 
 def attention_of(family):
@@ -29,16 +30,40 @@ def module_of(family):
 def test_attention_of_fused_layers_rotates_by_a_function_of_its_module(family):
     forward = inspect.unwrap(type(attention_of(family)).forward)
     assert NAME in forward.__code__.co_names
-    assert is_rope(getattr(module_of(family), NAME))
+    # gpt-oss has half of the angles
+    repeats = 2 if family == "gpt_oss" else 1
+    assert angle_repeats(getattr(module_of(family), NAME)) == repeats
     assert with_our_rotation(type(attention_of(family)).forward, "torch") is not forward
 
 
-@pytest.mark.parametrize("family", ["cohere2", "glm4", "gpt_oss"])
+@pytest.mark.parametrize("family", ["cohere2", "glm4"])
 def test_another_formula_stays_upstreams(family):
-    """Pairs of neighbouring channels turn in Cohere's and GLM's, gpt-oss has half of the angles."""
+    """Pairs of neighbouring channels turn in Cohere's and GLM's."""
     forward = type(attention_of(family)).forward
-    assert not is_rope(getattr(module_of(family), NAME))
+    assert angle_repeats(getattr(module_of(family), NAME)) == 0
     assert with_our_rotation(forward, "torch") is forward
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_upstreams_angles_turn_queries_and_keys_as_upstreams_function_does(family):
+    """gpt-oss's are scaled by YaRN; their gradients are upstream's, too."""
+    model, theirs, found = tiny(family), getattr(module_of(family), NAME), []
+    head_size = model.model.layers[0].self_attn.head_dim
+    q, k = torch.randn(1, 4, 70, head_size), torch.randn(1, 2, 70, head_size)
+    cos, sin = model.model.rotary_emb(q, torch.arange(70)[None])
+    repeats = angle_repeats(theirs)
+    assert cos.shape[-1] == head_size // repeats
+    for turn in (theirs, partial(rotated._rotate, forbidden, repeats, "torch")):
+        given = [x.clone().requires_grad_() for x in (q, k)]
+        out = turn(*given, cos, sin)
+        grads = torch.autograd.grad(sum(x.sin().sum() for x in out), given)
+        found.append((*out, *grads))
+    for ours, wanted in zip(*found, strict=True):
+        assert ours.shape == wanted.shape and torch.allclose(ours, wanted, atol=1e-6)
+
+
+def forbidden(*_):
+    raise AssertionError("upstream's function is called")
 
 
 def test_a_function_that_somebody_put_into_the_module_is_called(monkeypatch):
@@ -87,15 +112,17 @@ class Interface:
         return self.attend
 
 
+@pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize(
     "change",
     [
-        lambda q, k, cos, sin: (q, k, cos[..., :4], sin[..., :4]),
+        lambda q, k, cos, sin: (q, k, cos[..., :2], sin[..., :2]),
+        lambda q, k, cos, sin: (q, k, cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)),
         lambda q, k, cos, sin: (q.repeat(2, 1, 1, 1), k.repeat(2, 1, 1, 1), cos, sin),
     ],
-    ids=["part of the channels", "two rows"],
+    ids=["part of the channels", "more angles", "two rows"],
 )
-def test_other_shapes_go_to_upstreams_function(change, monkeypatch):
+def test_other_shapes_go_to_upstreams_function(change, repeats, monkeypatch):
     called = []
 
     def upstreams(q, k, cos, sin):
@@ -103,9 +130,9 @@ def test_other_shapes_go_to_upstreams_function(change, monkeypatch):
         return q, k
 
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    cos, sin = torch.randn(2, 1, 5, 8).unbind()
-    rotated._rotate(upstreams, "torch", q, k, cos, sin)
+    cos, sin = torch.randn(2, 1, 5, 8 // repeats).unbind()
+    rotated._rotate(upstreams, repeats, "torch", q, k, cos, sin)
     assert called == []
     q, k, cos, sin = change(q, k, cos, sin)
-    rotated._rotate(upstreams, "torch", q, k, cos, sin)
+    rotated._rotate(upstreams, repeats, "torch", q, k, cos, sin)
     assert called == [q.shape]
