@@ -418,6 +418,8 @@ def test_ranks_are_said_to_share_what_patching_lets_them_share_alone(family):
         ("qwen2_5_vl", "linear layers of Qwen2_5_VLAttention are fused in"),
         ("llama", "linear layers of LlamaMLP are fused in"),
         ("gemma2", "none is fused, with LoRA or without"),
+        # experts, in layers that are fused otherwise
+        ("gpt_oss", "none is fused, with LoRA or without"),
     ],
 )
 def test_which_linear_layers_are_fused_is_the_familys(family, said):
@@ -425,7 +427,7 @@ def test_which_linear_layers_are_fused_is_the_familys(family, said):
     assert said in plan.linear
     # as the report says it of a model
     report = str(patch_report(apply_patches(tiny(family))))
-    assert (plan.linear in report) == (family == "gemma2")
+    assert (plan.linear in report) == (family in ("gemma2", "gpt_oss"))
     of = re.search(r"linear layers (of \w+)", said)
     assert (of is not None) == ("linear layers but those of" in report)
     assert of is None or f"linear layers but those {of[1]} are transformers' own" in report

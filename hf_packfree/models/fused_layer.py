@@ -135,7 +135,7 @@ def _parts(module: Any, names: tuple[str, ...]) -> list[Any]:
 
 def _widens(norm: Any, offset: float, x: Tensor) -> bool:
     """Whether the norm may return a wider dtype than x's: Llama's multiplies the rounded x by the
-    weight as it is.
+    weight as it is. gpt-oss's, of the same offset, never does, and is called there all the same.
     """
     wide = torch.promote_types(x.dtype, norm.weight.dtype)
     return offset == 0.0 and wide != x.dtype

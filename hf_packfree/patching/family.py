@@ -16,7 +16,7 @@ from hf_packfree.models.base import replacements
 from hf_packfree.ops.table import OPS
 
 _TRUNK = "the batch is read here, if nothing around it did, and the record handed to every layer"
-_LAYER = "residual sums and norms, and the MLP, run as one kernel each"
+_LAYER = "residual sums and norms, and an MLP without experts, run as one kernel each"
 _MLP = "on a CPU, half of what it would keep for the backward pass is computed again"
 _VISION = (
     "the row would be numbered as one document, and nothing would check which images belong to "
@@ -172,8 +172,12 @@ class Family:
         """Whether all mixers are attention and upstream builds masks with `position_ids`, so that
         it reads boundaries from some positions itself.
         """
+        return self.masks_read_positions and self._has_attention_alone
+
+    @property
+    def _has_attention_alone(self) -> bool:
         attention = ("full_attention", "sliding_attention")
-        return self.masks_read_positions and all(mixer.kind in attention for mixer in self.mixers)
+        return all(mixer.kind in attention for mixer in self.mixers)
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -226,7 +230,7 @@ class Family:
         Those are MLPs, towers that are exact in upstream, and decoder layers in releases whose own
         layers pass the record on, as those of plain attention do in all.
         """
-        drop = compat.LAYERS_DROP_KEYWORDS and not self.attends_only
+        drop = compat.LAYERS_DROP_KEYWORDS and not self._has_attention_alone
         layers = () if drop else self.layers
         towers = (tower.swaps for tower in self.towers if tower.optional)
         return self._pairs_of({self.mlp, *layers}.union(*towers))

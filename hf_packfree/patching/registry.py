@@ -117,7 +117,7 @@ ROWS: tuple[Family, ...] = (
     # with 50, as in its checkpoints, the cap would not change the small scores of a tiny model
     attention_only("gemma2", "Gemma2", *_WINDOWS, tiny={"attn_logit_softcapping": 2.0}),
     attention_only("gemma3_text", "Gemma3", *_WINDOWS, upstream="gemma3", text="TextModel"),
-    attention_only("gpt_oss", "GptOss", *_WINDOWS, masks_read_positions=False),
+    attention_only("gpt_oss", "GptOss", *_WINDOWS, fused_layer=True, masks_read_positions=False),
     attention_only("qwen3_moe", "Qwen3Moe", fused_layer=True),
     attention_only("mixtral", "Mixtral", fused_layer=True),
     attention_only("gemma", "Gemma"),

@@ -198,6 +198,21 @@ def test_llamas_norm_is_called_where_it_widens_and_somebody_reads_it(dtype, auto
     assert found.dtype == wanted.dtype and torch.allclose(found, wanted, atol=1e-6)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_gpt_oss_norm_returns_its_inputs_dtype(wide, fused):
+    """In bf16 it is fused, to the bit; with weights in fp32, which fp16 checkpoints are loaded
+    with, it is called.
+    """
+    layer = on_kernels(tiny("gpt_oss").bfloat16()).model.layers[0]
+    norm = layer.input_layernorm
+    nn.init.normal_(norm.weight)
+    norm.to(torch.float32 if wide else torch.bfloat16)
+    x, branch = torch.randn(2, 1, 9, layer.hidden_size).bfloat16().split(1)
+    found, total = layer._add_norm(x, branch, norm, [None, None])
+    assert len(fused) == (not wide) and found.dtype == torch.bfloat16
+    assert torch.equal(total, x + branch) and torch.equal(found, norm(x + branch))
+
+
 def test_hooked_and_foreign_norms_are_called(fused):
     model, calls = tiny(), []
     hooked, own, wrapped, _ = model.model.layers
@@ -238,14 +253,15 @@ def test_a_wrapped_layer_is_left_alone_where_upstreams_hands_the_record_on(monke
 
 
 @pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_a_wrapped_layer_of_plain_attention_is_left_alone_in_every_release(
-    drop, fused, monkeypatch
+    family, drop, fused, monkeypatch
 ):
     monkeypatch.setattr(compat, "LAYERS_DROP_KEYWORDS", drop)
-    model, alone = tiny("llama"), run_alone(tiny("llama"), MASKED, WEIGHTS)
+    model, alone = tiny(family), run_alone(tiny(family), MASKED, WEIGHTS)
     layer = model.model.layers[1]
     layer.forward = partial(layer.forward)
-    assert patch_report(apply_patches(model)).swaps["LlamaDecoderLayer"] == 3
+    assert patch_report(apply_patches(model)).swaps[by_family[family].layers[0]] == 3
     assert_exact(on_kernels(model), MASKED, alone)
     assert len(fused) == 6
 
