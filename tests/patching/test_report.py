@@ -20,6 +20,7 @@ from hf_packfree.ops.backend import LongDocuments
 from hf_packfree.ops.delta_rule import flash_qla_segments
 from hf_packfree.patching import apply, report
 from hf_packfree.patching.announce import announce
+from tests.ops.triton.kernels import on_kernels
 from tests.patching.machines import INSTALLED, SIZES
 from tests.support import tiny
 
@@ -225,6 +226,15 @@ def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
         "no copy is kept"
     )
     assert patch_report(model).implementations == plain
+
+
+@pytest.mark.parametrize(("family", "fuses"), [("llama", True), ("gpt_oss", False)])
+def test_autocast_is_said_of_linear_layers_that_are_fused_alone(family, fuses):
+    """Layers of experts fuse norms."""
+    model = on_kernels(tiny(family), fused="triton")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = patch_report(model)
+    assert found.implementations["fused"] == "triton" and bool(found.autocast) == fuses
 
 
 def test_what_is_logged_is_of_the_autocast_that_is_to_come(gpu, monkeypatch, caplog):
