@@ -38,9 +38,11 @@ def angle_repeats(rotates: Callable[..., Any]) -> int:
     D], have to be repeated so that `rope` computes the same: once as Llama's [B, T, D], twice as
     gpt-oss's [B, T, D / 2]. 0: it computes something else, by its values on a CPU.
     """
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
-    half = [torch.randn(1, 3, 4, generator=generator) for _ in range(2)]
+    # whatever the defaults are
+    options: Any = {"generator": torch.Generator("cpu").manual_seed(0)}
+    options |= {"device": "cpu", "dtype": torch.float32}
+    q, k = (torch.randn(1, heads, 3, 8, **options) for heads in (4, 2))
+    half = [torch.randn(1, 3, 4, **options) for _ in range(2)]
     whole = [x.repeat(1, 1, 2) for x in half]
     wanted = [rope_reference(x.transpose(1, 2), *whole).transpose(1, 2) for x in (q, k)]
     for repeats, angles in ((1, whole), (2, half)):

@@ -66,6 +66,18 @@ def forbidden(*_):
     raise AssertionError("upstream's function is called")
 
 
+def test_the_formula_is_recognised_whatever_the_default_device_and_dtype_are():
+    rotates = getattr(module_of("llama"), NAME)
+    angle_repeats.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert angle_repeats(rotates) == 1
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_function_that_somebody_put_into_the_module_is_called(monkeypatch):
     """Liger's patches do that, before our patches and after."""
     layer, module, called = attention_of("llama"), module_of("llama"), []
