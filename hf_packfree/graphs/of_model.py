@@ -41,6 +41,11 @@ class Graphs:
         for runner in self._runners.values():
             runner.looked_for(packed)
 
+    def drop_ahead(self) -> None:
+        """Forget what was launched for a row that will not run in the text models."""
+        for runner in self._runners.values():
+            runner.ahead.drop()
+
     def of_one(self) -> Runner | None:
         """Return the only text model's runner; None if rows of several were run, or of none."""
         runners = [*self._runners.values()]
@@ -52,6 +57,8 @@ class Graphs:
         reasons = sum((runner.reasons for runner in runners), Counter[str]())
         lengths = sorted({key[0].tokens for runner in runners for key in runner.graphs})
         said = f"{sum(runner.replayed for runner in runners)} rows were replayed"
+        ahead = sum(runner.ahead.taken for runner in runners)
+        said += f", {ahead} of them launched before their boundaries were read" if ahead else ""
         said += f" (of up to {', '.join(map(str, lengths))} tokens)" if lengths else ""
         why = ", ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
         return f"CUDA graphs: {said}" + (f"; without: {why}" if why else "")

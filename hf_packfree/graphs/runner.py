@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_packfree.errors import ran_out
 from hf_packfree.graphs import checkpointing
-from hf_packfree.graphs.ahead import Ahead, Launched, places_of
+from hf_packfree.graphs.ahead import Ahead, Launched, places_of, widest
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
 from hf_packfree.graphs.capture import (
     Graph,
@@ -85,6 +86,7 @@ class Runner:
         replayed: how many rows ran in a graph.
         ahead: rows that were replayed before the host had read their documents.
         output: the class of upstream's output.
+        given: the dtype of the last row's ids, or of its embeddings.
     """
 
     trunk: weakref.ref[nn.Module]
@@ -93,6 +95,7 @@ class Runner:
     replayed: int = 0
     ahead: Ahead = field(default_factory=Ahead)
     output: Any = None
+    given: torch.dtype | None = None
     _seen: Counter[Any] = field(default_factory=Counter)
     _lengths: set[int] = field(default_factory=set)
     _given_up: dict[Any, str] = field(default_factory=dict)
@@ -137,17 +140,17 @@ class Runner:
             embed, given, positions: as for `run`.
             starts, on_host: see `hf_packfree.packing.fast_path.Meanwhile`.
         """
-        if self._why_not is not None or not self.ahead.pays:
+        if self._why_not is not None:
             return
-        # that of the widest bounds, which hold the row if those of any graph do
         fits = [
             key
             for key, each in self.graphs.items()
             if each.unread and key[0].tree is None and key[0].holds_tokens(len(starts))
+            if key[1][0] == positions.shape[:-1]
         ]
-        if not fits or self._in_use() is not None:
+        if not fits or not self.ahead.pays() or self._in_use() is not None:
             return
-        key = max(fits, key=lambda key: (key[0].documents, key[0].longest, -key[0].tokens))
+        key = widest(fits)
         bucket, captured, embeddings = key[0], self.graphs[key], embed(given)
         if key[1] != _kind(embeddings, positions):
             return
@@ -158,7 +161,9 @@ class Runner:
             return
         inputs, places = _lengthened(embeddings, positions, bucket), places_of((given, positions))
         assert self._pool is not None
-        self.ahead.launch(Launched(key, captured.graph, inputs, self._pool, places, on_host))
+        self.ahead.launch(
+            Launched(key, captured.graph, embeddings, inputs, self._pool, places, on_host)
+        )
 
     def run(
         self,
@@ -177,12 +182,15 @@ class Runner:
         if self._looked_for is None or self._looked_for() is not packed.seq_idx:
             self.look()
         self._looked_for = None
+        self.given = given.dtype
         found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed)
+        embeddings = self.ahead.embeddings((given, positions))
         if found is None:
             found = self._take(given, positions, packed)
         self.ahead.drop()
         if found is None:
-            found = self._replay(layers, embed(given), positions, packed, wait)
+            embeddings = embed(given) if embeddings is None else embeddings
+            found = self._replay(layers, embeddings, positions, packed, wait)
         if isinstance(found, Tensor):
             self.replayed += 1
             return found

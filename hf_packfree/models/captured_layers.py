@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_packfree.models.call import Call
 from hf_packfree.models.compat import masks_the_layers_ignore
@@ -86,17 +86,27 @@ def in_graph(
 
 def ahead(call: Call) -> Meanwhile | None:
     """Return what replays the row of a training step's call before the host has read its documents,
-    see `Runner.run_ahead`; None where no row was replayed yet, or the text model's inputs may be
-    others than the call's.
+    see `Runner.run_ahead`; None where no row was replayed yet, where rows have to run without a
+    graph for what the call wants, or where the text model's inputs may be others than the call's.
     """
     runner, module = state_of(call.module).graphs.of_one(), call.module
     trunk = None if runner is None else runner.trunk()
     given, positions = _given(call.arguments), call.position_ids
     if runner is None or trunk is None or not runner.graphs or call.has_media:
         return None
+    # recomputed, the call would have to save the same tensors again
+    if has_saved_tensor_hooks() or any(call.get(name) for name in _OUTPUTS):
+        return None
     if trunk is not module and trunk is not module.base_model:
         return None
-    if not isinstance(positions, Tensor) or positions.shape != given.shape[:2]:
+    # what is around the text model may embed for it
+    if not isinstance(positions, Tensor) or given.dtype != runner.given:
+        return None
+    # inference tensors do not tell whether they were changed
+    if positions.shape != given.shape[:2] or positions.is_inference() or given.is_inference():
+        return None
+    # ranks that embed a row a second time would gather a sharded embedding once more
+    if type(trunk.get_input_embeddings().weight) not in (Tensor, nn.Parameter):
         return None
     return partial(runner.run_ahead, partial(_embed, trunk), given, positions)
 

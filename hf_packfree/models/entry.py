@@ -66,14 +66,18 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
         if replays:
             state.graphs.look()
         ours = _runs_here(call)
-        found = read_call(
-            call,
-            inputs,
-            drop_padding=drop_padding and ours and state.padded != "upstream",
-            drop_all=ours and not call.generates,
-            unpacked=ours and (_is_misread(call, inputs) or state.runs_unpacked),
-            meanwhile=ahead(call) if replays else None,
-        )
+        try:
+            found = read_call(
+                call,
+                inputs,
+                drop_padding=drop_padding and ours and state.padded != "upstream",
+                drop_all=ours and not call.generates,
+                unpacked=ours and (_is_misread(call, inputs) or state.runs_unpacked),
+                meanwhile=ahead(call) if replays else None,
+            )
+        finally:
+            if replays and not isinstance(found, PackedSequence):
+                state.graphs.drop_ahead()
         if replays and isinstance(found, PackedSequence):
             state.graphs.looked_for(found)
     packed: PackedSequence | None = None if found is UNPACKED else found

@@ -99,7 +99,7 @@ def _three_parts(model: nn.Module) -> Iterator[None]:
 
 def _ahead(model: nn.Module) -> AbstractContextManager[Any]:
     """Graphs are replayed when the host has read where documents start."""
-    return mock.patch.object(Ahead, "pays", False)
+    return mock.patch.object(Ahead, "pays", lambda ahead: False)
 
 
 @contextmanager

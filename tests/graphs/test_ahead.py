@@ -6,11 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BoundaryError
-from hf_packfree.graphs.ahead import Ahead
+from hf_packfree.graphs import ahead
+from hf_packfree.graphs.ahead import MISSES, Ahead
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket
 from hf_packfree.graphs.captured_sequence import OtherPlan, UnreadSequence
 from hf_packfree.models.qwen3_5 import tiny_config
@@ -102,13 +104,13 @@ def step(model, lengths, seed=0, **more):
 
 
 def test_rows_that_are_replayed_ahead_have_the_values_and_gradients_of_others(model, monkeypatch):
-    ahead = [step(model, lengths, seed) for seed, lengths in enumerate(ROWS * 2)]
+    launched = [step(model, lengths, seed) for seed, lengths in enumerate(ROWS * 2)]
     assert runner_of(model).ahead.taken >= 2 * len(ROWS) - 2
-    monkeypatch.setattr(Ahead, "pays", False)
+    monkeypatch.setattr(Ahead, "pays", lambda ahead: False)
     before = runner_of(model).ahead.taken
     others = [step(model, lengths, seed) for seed, lengths in enumerate(ROWS * 2)]
     assert runner_of(model).ahead.taken == before
-    for found, wanted in zip(ahead, others, strict=True):
+    for found, wanted in zip(launched, others, strict=True):
         # in another bucket, sums are of other blocks
         for one, other in zip(found, wanted, strict=True):
             assert relative_rms(one, other) < GRADIENT_TOL
@@ -135,25 +137,87 @@ def test_nothing_reads_a_replay_that_still_runs(model, monkeypatch):
         step(model, lengths)
         assert not pools[-1].running
     assert runner_of(model).ahead.taken == taken + 2
+    launched = len(pools)
     with pytest.raises(BoundaryError):
         step(model, ROWS[0], max_length_q=5)
-    assert pools[-1].running
-    step(model, ROWS[0], output_hidden_states=True)
-    assert not pools[-1].running
+    assert len(pools) > launched and not pools[-1].running
+    # upstream runs a row of one document
+    launched = len(pools)
+    step(model, (57,))
+    assert len(pools) > launched and not pools[-1].running
 
 
-def test_a_row_whose_end_may_be_padding_is_replayed_once_its_documents_are_known(model):
+def test_a_row_whose_end_may_be_padding_is_replayed_once_its_documents_are_known(
+    model, monkeypatch
+):
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed)
-    runner, seen = runner_of(model), []
-    for seed in range(6):
+    runner, launched = runner_of(model), _launches(monkeypatch)
+    monkeypatch.setattr(ahead, "AGAIN", 7)
+    for seed in range(MISSES + 6):
         before, replayed = runner.ahead.taken, runner.replayed
         found = step(model, ONE_TOKEN_AT_THE_END, seed)
         wanted = _alone(model, ONE_TOKEN_AT_THE_END, seed)
         assert (found[0] - wanted).abs() < LOGIT_TOL
         assert (runner.ahead.taken, runner.replayed) == (before, replayed + 1)
-        seen.append(runner.ahead.pays)
-    assert seen[0] and not seen[-1], "a forward pass in vain, in every step"
+    assert len(launched) == MISSES, "not a forward pass in vain in every step"
+    for seed in range(7):
+        step(model, ROWS[0], seed)
+    assert runner.ahead.taken == before + 7, "tried again, and then for every row"
+
+
+def _launches(monkeypatch):
+    """Return a list that grows with each replay that is launched ahead."""
+    launched, launch = [], Ahead.launch
+    monkeypatch.setattr(Ahead, "launch", lambda *args: launched.append(launch(*args)))
+    return launched
+
+
+def test_a_row_is_embedded_once(model, monkeypatch):
+    """Its noise is drawn once, and ranks that shard the embedding gather it as often."""
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    embedded, launched = [], _launches(monkeypatch)
+    model.get_input_embeddings().register_forward_hook(lambda *args: embedded.append(0))
+    for lengths in (ROWS[0], ONE_TOKEN_AT_THE_END, ROWS[1]):
+        step(model, lengths)
+    assert len(embedded) == len(launched) == 3
+
+
+def test_inference_tensors_are_trained_on(model, monkeypatch):
+    """A collator, or the rollouts of the step before, may have made them."""
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    wanted, launched = step(model, ROWS[0]), _launches(monkeypatch)
+    with torch.inference_mode():
+        positions = inputs_of(ROWS[0])["position_ids"].clone()
+    found = step(model, ROWS[0], position_ids=positions)
+    assert launched == [] and torch.equal(found[0], wanted[0])
+
+
+def test_a_model_that_is_recomputed_as_a_whole_saves_the_same_tensors_again(model, monkeypatch):
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    launched = _launches(monkeypatch)
+    for seed in range(MISSES + 4):
+        inputs = inputs_of(ROWS[0], seed)
+        out = checkpoint(lambda given: model(**given).logits, inputs, use_reentrant=False)
+        out.square().mean().backward()
+    assert launched == []
+
+
+def test_a_text_model_that_gets_embeddings_is_not_run_for_ids(model, monkeypatch):
+    """As inside a vision-language model, which reads the boundaries before it embeds."""
+    for seed, lengths in enumerate(ROWS):
+        inputs = inputs_of(lengths, seed)
+        embeddings = model.get_input_embeddings()(inputs.pop("input_ids"))
+        model.base_model(**inputs, inputs_embeds=embeddings).last_hidden_state.sum().backward()
+    launched, runner = _launches(monkeypatch), runner_of(model)
+    assert runner.ahead.taken > 0 and runner.given == torch.float32
+    step(model, ROWS[0])
+    assert launched == [] and runner.given == torch.int64
+    step(model, ROWS[0])
+    assert len(launched) == 1
 
 
 def _alone(model, lengths, seed):
