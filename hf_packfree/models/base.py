@@ -7,6 +7,7 @@ The contract: the parameters and sizes that every checkpoint of a family has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from importlib import import_module
 from inspect import isclass, signature
 from types import FunctionType
@@ -111,6 +112,18 @@ class Replacement(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by `packfree_home`, the module where the class can be imported."""
         return _blank, (self.packfree_home, type(self).__qualname__), self.__dict__
+
+
+@cache
+def is_transformers_own(forward: Any) -> bool:
+    """Whether a forward is transformers' own, with decorators of transformers alone: nobody
+    replaced or wrapped it.
+    """
+    while forward is not None:
+        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
 
 
 def upstream_of(cls: type[nn.Module]) -> type[nn.Module]:

@@ -7,12 +7,19 @@ Only for speed: documents are kept apart by the mixers, with or without this fus
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.models.base import Replacement, Sizes, size_of_norm
+from hf_packfree.models import compat
+from hf_packfree.models.base import (
+    Replacement,
+    Sizes,
+    is_transformers_own,
+    size_of_norm,
+    upstream_of,
+)
 from hf_packfree.models.peft_lora import spare_columns_for
 from hf_packfree.models.plain_layers import dtype_read, epsilon, norm_offset, swiglu_layers
 from hf_packfree.models.state import state_of
@@ -29,6 +36,8 @@ class FusedDecoderLayer(Replacement):
 
     endings = ("DecoderLayer",)
     norm_offset = 1.0
+    passes_record: ClassVar[bool] = not compat.LAYERS_DROP_KEYWORDS
+    """Whether upstream's own forward passes the record on to the mixer."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with fused kernels if the keywords hold a record, which the mixer gets;
@@ -38,6 +47,9 @@ class FusedDecoderLayer(Replacement):
             hidden_states: [1, T, D_model] of a packed row.
         """
         packed = kwargs.get("packed_sequence") is not None
+        # a forward that somebody put into the class does something else, or more
+        if self.passes_record and not is_transformers_own(upstream_of(type(self)).forward):
+            packed = False
         arguments = self.by_name((hidden_states, *args), kwargs) if packed else None
         if arguments is None:
             return super().forward(hidden_states, *args, **kwargs)
@@ -145,3 +157,4 @@ class PlainDecoderLayer(FusedDecoderLayer):
     """Put in front of a decoder layer whose norms multiply by their weight alone, as Llama's do."""
 
     norm_offset = 0.0
+    passes_record = True

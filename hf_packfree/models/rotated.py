@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_packfree.models.base import is_transformers_own
 from hf_packfree.ops.fused import rope
 from hf_packfree.ops.fused.rope import rope_reference
 
@@ -23,8 +24,11 @@ Forward = Callable[..., Any]
 
 def with_our_rotation(forward: Forward, backend: str) -> Forward:
     """Return a forward of upstream's attention that rotates queries and keys in our kernel; the
-    same forward where it calls no such function, or one of another formula than `rope`'s.
+    same forward where it calls no such function, or one of another formula than `rope`'s, and where
+    somebody replaced or wrapped it.
     """
+    if not is_transformers_own(forward):
+        return forward
     plain = inspect.unwrap(forward)
     rotates = getattr(plain, "__globals__", {}).get(NAME)
     if rotates is None or NAME not in plain.__code__.co_names or not angle_repeats(rotates):

@@ -5,6 +5,7 @@ which layers are left alone.
 from __future__ import annotations
 
 import copy
+import functools
 from functools import partial
 from types import MethodType
 
@@ -15,6 +16,7 @@ from torch import nn
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import ContractError, PatchConflict
 from hf_packfree.models import compat
+from hf_packfree.models.base import upstream_of
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.plain_layers import epsilon, norm_offset
 from hf_packfree.ops.fused import add_norm
@@ -264,6 +266,28 @@ def test_a_wrapped_layer_of_plain_attention_is_left_alone_in_every_release(
     assert patch_report(apply_patches(model)).swaps[by_family[family].layers[0]] == 3
     assert_exact(on_kernels(model), MASKED, alone)
     assert len(fused) == 6
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
+def test_a_forward_that_somebody_put_into_the_layers_class_is_run(
+    family, wraps, fused, monkeypatch
+):
+    model = on_kernels(apply_patches(tiny(family)))
+    if compat.LAYERS_DROP_KEYWORDS and family == "qwen3_5":
+        pytest.skip("this release's layers do not hand the record on")
+    kind = upstream_of(type(trunk_of(model).layers[0]))
+    forward, calls = kind.forward, []
+
+    def counted(layer, *args, **kwargs):
+        calls.append(layer)
+        return forward(layer, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", functools.wraps(forward)(counted) if wraps else counted)
+    alone = run_alone(tiny(family), MASKED, WEIGHTS)
+    calls.clear()
+    assert_exact(model, MASKED, alone)
+    assert len(calls) == len(trunk_of(model).layers) and fused == []
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

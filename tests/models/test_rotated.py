@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from functools import partial
 from importlib import import_module
@@ -94,6 +95,19 @@ def test_a_function_that_somebody_put_into_the_module_is_called(monkeypatch):
     called.clear()
     after(layer, x, turns, None)
     assert called == [False]
+
+
+def test_a_forward_that_somebody_wrapped_or_replaced_is_called(monkeypatch):
+    kind = type(attention_of("llama"))
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def doubled(*args, **kwargs):
+        return 2 * forward(*args, **kwargs)[0], None
+
+    for theirs in (doubled, torch.no_grad()(forward)):
+        monkeypatch.setattr(kind, "forward", theirs)
+        assert with_our_rotation(kind.forward, "torch") is theirs
 
 
 def test_other_names_of_the_module_are_read_as_they_are_at_the_call(monkeypatch):
