@@ -48,8 +48,8 @@ class FusedDecoderLayer(Replacement):
         """
         packed = kwargs.get("packed_sequence") is not None
         # a forward that somebody put into the class does something else, or more
-        if self.passes_record and not is_transformers_own(upstream_of(type(self)).forward):
-            packed = False
+        if packed and self.passes_record:
+            packed = is_transformers_own(upstream_of(type(self)).forward)
         arguments = self.by_name((hidden_states, *args), kwargs) if packed else None
         if arguments is None:
             return super().forward(hidden_states, *args, **kwargs)

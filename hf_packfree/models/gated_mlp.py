@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_packfree.models.base import Replacement
+from hf_packfree.models.base import Replacement, is_transformers_own, upstream_of
 from hf_packfree.models.plain_layers import is_silu
 from hf_packfree.models.recompute import recompute_saved
 from hf_packfree.ops.fused import gated_product
@@ -43,8 +43,11 @@ class GatedMLP(Replacement):
 
     def _computes_again(self, x: Tensor) -> bool:
         """Whether gradients are wanted on a CPU, where recomputing the product costs nothing; on a
-        GPU it would be one more pass over gate and up.
+        GPU it would be one more pass over gate and up. Not where somebody put another forward into
+        the MLP's class.
         """
         on_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
         wanted = torch.is_grad_enabled() and not is_transformed()
-        return on_cpu and wanted and is_silu(self.act_fn)
+        if not (on_cpu and wanted and is_silu(self.act_fn)):
+            return False
+        return is_transformers_own(upstream_of(type(self)).forward)

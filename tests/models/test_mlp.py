@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_packfree import apply_patches
+from hf_packfree.models.base import upstream_of
 from hf_packfree.models.gated_mlp import GatedMLP
 from hf_packfree.models.plain_layers import norm_offset, swiglu_layers
 from hf_packfree.ops.fused import swiglu_mlp
@@ -263,3 +265,12 @@ def test_the_torch_reference_is_upstreams_mlp_bit_for_bit_and_differentiable():
         for shape in ((1, 5, 6), (7, 6), (7, 6), (6, 7))
     ]
     assert torch.autograd.gradcheck(swiglu_mlp, leaves)
+
+
+def test_a_forward_that_somebody_put_into_the_class_is_run_on_a_cpu_too(monkeypatch):
+    model = apply_patches(tiny("llama"))
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(1, 5, model.config.hidden_size)
+    before, kind = mlp(x), upstream_of(type(mlp))
+    monkeypatch.setattr(kind, "forward", halved(kind.forward))
+    assert torch.equal(mlp(x), 0.5 * before)
