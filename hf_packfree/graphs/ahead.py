@@ -90,11 +90,10 @@ class Ahead:
 
     def take(self, given: Inputs, packed: PackedSequence) -> Launched | None:
         """Return the replay, now done for the current stream, if it is for these inputs and
-        documents; else None, after `drop`.
+        documents, else None.
         """
         found = self._launched
         if found is None or not found.fits(given, packed):
-            self.drop()
             return None
         self._launched = None
         self.taken += 1

@@ -69,11 +69,6 @@ class CapturedSequence(PackedSequence):
         # layers may ask whether there is a tree
         return SomeTree() if name == "tree" and found is not None and not self.building else found
 
-    @property
-    def num_segments(self) -> int:
-        """N of the bucket."""
-        return self.cu_seqlens.numel() - 1
-
     def cached(self, build: Callable[..., Any], *args: Any) -> Any:
         """See `PackedSequence.cached`."""
         known = len(self._memo)
@@ -154,11 +149,6 @@ class UnreadSequence(PackedSequence):
     def plan_offsets(self) -> Tensor:
         """`cu_seqlens`, on the device."""
         return self.cu_seqlens
-
-    @property
-    def num_segments(self) -> int:
-        """N of the bucket."""
-        return self.cu_seqlens.numel() - 1
 
 
 def _remembering(plan: Any) -> Any:

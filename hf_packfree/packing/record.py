@@ -30,8 +30,8 @@ Integers = NDArray[np.integer[Any]]
 def group_numbers(sizes: Integers) -> tuple[Integers, Integers]:
     """Return int32 [N+1], the offsets of N groups, and int32 [M], every element's group.
 
-    Plans are made with numpy, whose calls on short arrays take less time than torch's: the GPU
-    waits for plans.
+    Made with numpy, whose calls on short arrays take less time than torch's: the GPU waits for the
+    record.
 
     Args:
         sizes: integers [N], each at least 1, of sum M.
@@ -219,7 +219,7 @@ class PackedSequence:
     @property
     def num_segments(self) -> int:
         """N, the number of segments in the row."""
-        return self.cu_seqlens_cpu.numel() - 1
+        return self.cu_seqlens.numel() - 1
 
     @property
     def num_tokens(self) -> int:
