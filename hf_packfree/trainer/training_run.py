@@ -19,6 +19,7 @@ from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.trainer.flops import FlopsPerToken, peak_of, why_not_counted
+from hf_packfree.trainer.remembered import Remembered
 from hf_packfree.verify.first_batch import first_batch_influence, in_process_group, observers_of
 from hf_packfree.verify.random_documents import media_source
 
@@ -71,7 +72,7 @@ class TrainingRun:
                 self.flops = FlopsPerToken(model, self.trunks[0])
             elif self.peak is not None:
                 logger.warning("%s; packfree/mfu is not logged", unknown)
-        self.stepped = False
+        self.stepped, self.remembered = False, Remembered(model)
         watched = outermost(model, self.trunks) if verify else []
         self.checks = [FirstBatch(module, self.take_off) for module in watched]
 
@@ -82,8 +83,10 @@ class TrainingRun:
             observers += self.observers
         for check in self.checks:
             check.put_on()
+        self.remembered.put_on()
 
     def take_off(self) -> None:
+        self.remembered.take_off()
         for observers in map(observers_of, self.trunks):
             # by class, so that observers of a run that was interrupted within a step are removed
             # too
