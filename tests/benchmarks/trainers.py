@@ -38,11 +38,26 @@ from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
 STEPS, WARMUP, DOCUMENTS = 30, 10, 16
 # the callback patches
 PATCHED = Variant(packfree=False)
-# {its name: (the model, what the callback is given; None: no callback; the Trainer's arguments)}
-VARIANTS: dict[str, tuple[Variant, dict[str, Any] | None, dict[str, Any]]] = {
-    "packfree": (PATCHED, {}, {}),
-    "packfree, logging_nan_inf_filter=False": (PATCHED, {}, {"logging_nan_inf_filter": False}),
-    "packfree, no graphs": (PATCHED, {"cuda_graphs": "never"}, {}),
+# two defaults of the Trainer wait for the GPU
+NO_WAITS = {"logging_nan_inf_filter": False, "accelerator_config": {"non_blocking": True}}
+
+
+class WalksThrough(PackFreeCallback):
+    """Lets the Trainer walk through all modules, as without `hf_packfree.trainer.remembered`."""
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin a step."""
+        super().on_step_begin(*args, **kwargs)
+        assert self._run is not None
+        self._run.remembered.take_off()
+
+
+# {its name: (the model, its callback, the Trainer's arguments)}
+VARIANTS: dict[str, tuple[Variant, Callable[[], PackFreeCallback] | None, dict[str, Any]]] = {
+    "packfree": (PATCHED, PackFreeCallback, {}),
+    "packfree, no waits": (PATCHED, PackFreeCallback, NO_WAITS),
+    "packfree, modules not remembered": (PATCHED, WalksThrough, {}),
+    "packfree, no graphs": (PATCHED, partial(PackFreeCallback, cuda_graphs="never"), {}),
     "composed without packfree": (COMPOSED, None, {}),
     "unpatched packed": (UNPATCHED_CONV, None, {}),
 }
@@ -134,21 +149,21 @@ def train(
     make: Callable[..., Trainer],
     shape: Shape,
     variant: Variant,
-    patched: dict[str, Any] | None,
+    patches: Callable[[], PackFreeCallback] | None,
     arguments: dict[str, Any],
     adapters: str,
     size: int,
     device: str,
 ) -> dict[str, Any]:
-    """Train for some steps and return the row; `patched` is what the callback is given, `arguments`
-    what the Trainer is.
+    """Train for some steps and return the row; `patches` makes the callback, `arguments` are the
+    Trainer's.
     """
     times = StepTimes(device, (WARMUP, STEPS))
     with (
         tempfile.TemporaryDirectory() as folder,
         variant_of(shape, variant, device, torch.float32) as model,
     ):
-        callbacks = [times] if patched is None else [PackFreeCallback(**patched), times]
+        callbacks = [times] if patches is None else [patches(), times]
         common = {
             "output_dir": folder,
             "max_steps": STEPS,
@@ -165,7 +180,7 @@ def train(
         start_of_peak(device)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        said = "" if patched is None else patch_report(trainer.model).cuda_graphs
+        said = "" if patches is None else patch_report(trainer.model).cuda_graphs
         del trainer
     return of_graphs(timed(times.ends, size, device), said) | {"logged": logs[-1]}
 
