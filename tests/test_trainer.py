@@ -73,6 +73,16 @@ def arguments(folder, **more):
     )
 
 
+def of_a_trainer(device="cpu", filters=False, copies=True):
+    """Return what the callback reads of the Trainer's arguments."""
+    return SimpleNamespace(
+        torch_compile=False,
+        logging_nan_inf_filter=filters,
+        accelerator_config=SimpleNamespace(non_blocking=copies),
+        device=torch.device(device),
+    )
+
+
 def dataset(lengths=ROW):
     return [{"input_ids": document.tolist()} for document in documents(lengths)]
 
@@ -250,7 +260,7 @@ def test_options_are_those_of_apply_patches():
         "cuda_graphs": "never",
     }
     by_callback, model = tiny(), apply_patches(tiny(), **options)
-    arguments = SimpleNamespace(torch_compile=False, logging_nan_inf_filter=False)
+    arguments = of_a_trainer()
     PackFreeCallback(**options).on_init_end(arguments, None, None, model=by_callback)
     assert (
         by_callback.model.packfree == model.model.packfree and model.model.packfree.batch_invariant
@@ -259,17 +269,25 @@ def test_options_are_those_of_apply_patches():
         PackFreeCallback(padded="never")
 
 
+FILTER, COPY = "logging_nan_inf_filter=True, to", "{'non_blocking': False}, to"
+
+
 @pytest.mark.parametrize(
-    ("device", "filters", "said"), [("cuda", True, 1), ("cuda", False, 0), ("cpu", True, 0)]
+    ("device", "filters", "copies", "said"),
+    [
+        ("cuda", True, False, {FILTER, COPY}),
+        ("cuda", False, False, {COPY}),
+        ("cuda", True, True, {FILTER}),
+        ("cuda", False, True, set()),
+        ("cpu", True, False, set()),
+    ],
 )
-def test_it_says_that_the_trainer_waits_for_the_gpu(device, filters, said, caplog):
+def test_it_says_why_the_trainer_waits_for_the_gpu(device, filters, copies, said, caplog):
     Accelerator(cpu=True)
     caplog.set_level(logging.INFO, "hf_packfree")
-    arguments = SimpleNamespace(
-        torch_compile=False, logging_nan_inf_filter=filters, device=torch.device(device)
-    )
-    PackFreeCallback().on_init_end(arguments, None, None, model=tiny())
-    assert caplog.text.count("logging_nan_inf_filter=True, the default") == said
+    PackFreeCallback().on_init_end(of_a_trainer(device, filters, copies), None, None, model=tiny())
+    assert {each for each in (FILTER, COPY) if each in caplog.text} == said
+    assert ("waits for the GPU" in caplog.text) == bool(said)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +304,7 @@ def test_steps_are_replayed_by_default_unless_the_model_was_patched_otherwise(
 ):
     Accelerator(cpu=True)
     model = tiny() if before is None else apply_patches(tiny(), cuda_graphs=before)
-    arguments = SimpleNamespace(torch_compile=False, logging_nan_inf_filter=False)
+    arguments = of_a_trainer()
     PackFreeCallback(**given).on_init_end(arguments, None, None, model=model)
     assert patch_report(model).cuda_graphs.startswith("CUDA graphs: 0 rows") == wanted
 

@@ -36,6 +36,9 @@ def main() -> None:
             num_train_epochs=1,
             learning_rate=1e-5,
             logging_steps=10,
+            # by default the Trainer waits for the GPU twice in each step
+            logging_nan_inf_filter=False,
+            accelerator_config={"non_blocking": True},
             # weights in bfloat16 and no autocast: the fast path, docs/fast.md
             model_init_kwargs={"dtype": "bfloat16" if gpu else "float32"},
             bf16=False,

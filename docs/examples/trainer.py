@@ -50,6 +50,9 @@ def main() -> None:
             num_train_epochs=1,
             learning_rate=1e-5,
             logging_steps=10,
+            # by default the Trainer waits for the GPU twice in each step
+            logging_nan_inf_filter=False,
+            accelerator_config={"non_blocking": gpu},
             dataloader_pin_memory=gpu,
             report_to="none",
         ),

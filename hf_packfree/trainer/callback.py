@@ -142,12 +142,7 @@ class PackFreeCallback(TrainerCallback):
                 "mixes no tokens (projections, norms, MLPs) is torch.compile's then, not fused; "
                 "leave it out for the fused layers"
             )
-        if args.logging_nan_inf_filter and args.device.type == "cuda":
-            logger.info(
-                "logging_nan_inf_filter=True, the default: after each backward pass the Trainer "
-                "waits for the GPU, to leave losses that are not finite out of its logs; with "
-                "False, it does not wait, and logs them"
-            )
+        _say_what_waits(args)
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
             _warn_of_uncounted_tokens(parallelism)
@@ -230,6 +225,23 @@ def _autocast_in_force() -> torch.dtype | None:
     # under fp8, operations that do not run in fp8 are autocast to bfloat16
     dtypes = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
     return dtypes.get(AcceleratorState().mixed_precision)
+
+
+def _say_what_waits(args: TrainingArguments) -> None:
+    """Log which of the Trainer's settings let the host wait for the GPU in each step."""
+    waits = []
+    if args.logging_nan_inf_filter:
+        waits.append(
+            "logging_nan_inf_filter=True, to leave losses that are not finite out of its logs"
+        )
+    if not args.accelerator_config.non_blocking:
+        waits.append("accelerator_config={'non_blocking': False}, to copy a batch")
+    if waits and args.device.type == "cuda":
+        logger.info(
+            "in each step the Trainer waits for the GPU because of %s; turned the other way, what "
+            "it does between steps costs no time",
+            ", and of ".join(waits),
+        )
 
 
 def _refuse_unpatched(model: nn.Module, *, wants_head: bool) -> None:

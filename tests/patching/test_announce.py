@@ -6,7 +6,6 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,8 +63,8 @@ def test_every_door_says_it(shown, capfd, tmp_path):
     with register_patches():
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "hf_packfree: Qwen3_5TextModel patched (" in capfd.readouterr().err
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     Accelerator(cpu=True)
-    arguments = SimpleNamespace(torch_compile=False, logging_nan_inf_filter=False)
     PackFreeCallback().on_init_end(arguments, None, None, model=tiny())
     assert capfd.readouterr().err == LINE
 
