@@ -234,7 +234,9 @@ def _say_what_waits(args: TrainingArguments) -> None:
         waits.append(
             "logging_nan_inf_filter=True, to leave losses that are not finite out of its logs"
         )
-    if not args.accelerator_config.non_blocking:
+    # which the arguments have made of what they were given
+    config: Any = args.accelerator_config
+    if not config.non_blocking:
         waits.append("accelerator_config={'non_blocking': False}, to copy a batch")
     if waits and args.device.type == "cuda":
         logger.info(
