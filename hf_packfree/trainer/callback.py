@@ -164,6 +164,7 @@ class PackFreeCallback(TrainerCallback):
         if self._run is not None:
             # a run that was interrupted left its hooks
             self._run.take_off()
+            self._run.remembered.forget()
         smooths = args.label_smoothing_factor != 0
         self._run = TrainingRun(model, self._verify, smooths=smooths)
 
@@ -240,8 +241,8 @@ def _say_what_waits(args: TrainingArguments) -> None:
         waits.append("accelerator_config={'non_blocking': False}, to copy a batch")
     if waits and args.device.type == "cuda":
         logger.info(
-            "in each step the Trainer waits for the GPU because of %s; turned the other way, what "
-            "it does between steps costs no time",
+            "in each step the Trainer waits for the GPU because of %s; turned the other way, it "
+            "does not wait there",
             ", and of ".join(waits),
         )
 

@@ -1,6 +1,6 @@
-"""A model's modules and parameters, remembered for the time of a training step.
+"""The modules and parameters of a model with adapters, remembered for the time of a training step.
 
-Adapters make thousands of modules, and in each step the Trainer walks through all of them for
+PEFT makes thousands of modules, and in each step the Trainer walks through all of them for
 `train()`, for `num_parameters()`, for the gradients to clip and for `zero_grad()`, while the GPU
 has nothing to do.
 """
@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_packfree.models.base import Replacement
-
 REBUILT = 4
-"""How often a tree may have changed between steps: one that changes with each costs more than it
-saves.
+"""How often the modules of a run may have changed: a model that changes with each step would be
+walked through more often than without.
 """
+_TABLES = "_modules", "_parameters"
 # neither of the two `train` does anything where no mode changes
 _PLAIN: dict[str, set[Any]] = {
     "train": {nn.Module.train, PreTrainedModel.train},
     "named_modules": {nn.Module.named_modules},
 }
-_SWITCH = itemgetter("training")
 
 
 class Tree:
@@ -45,37 +43,34 @@ class Tree:
         self.counts: dict[Any, tuple[list[Any], int]] = {}
         parts = [part for _, part in self.modules]
         self._attributes, self._below = [vars(part) for part in parts], parts[1:]
-        self._types = [*map(type, self._below)]
-        tables = [(part._modules, part._parameters) for part in parts]
-        self._children = [children for children, _ in tables if children]
-        self._copies = [children.copy() for children in self._children]
-        self._own = [own for _, own in tables if own]
-        # most have no children, and no parameters of their own
-        self._empty = [table for each in tables for table in each if not table]
-        # the parameters are kept, because another object could get the identity of one that is gone
-        self._names, self._found = self._own_parameters()
-        self._identities, self._lengths = [*map(id, self._found)], [*map(len, self._own)]
+        self._parents = [each for each in self._attributes if each["_modules"]]
+        children, own = ([each[name] for each in self._attributes] for name in _TABLES)
+        # most modules have no children, or no parameters of their own
+        self._empty = [table for table in (*children, *own) if not table]
+        self._tables = [table for table in (*children, *own) if table]
+        self._children = self._tables[: len(self._parents)]
+        self._names, self._found = [*chain(*self._tables)], [*_values(self._tables)]
+        self._sizes, self._types = [*map(len, self._tables)], [*map(type, self._below)]
 
     def holds(self) -> bool:
         """Whether the model has the same modules and parameters, by the same names."""
-        if any(self._empty) or self._children != self._copies:
-            return False
-        # not `==` of parameters, which compares their elements
-        names, found = self._own_parameters()
+        # by identity: `==` of dictionaries ignores the order, and compares elements of tensors
         return (
-            [*map(type, self._below)] == self._types
-            and [*map(len, self._own)] == self._lengths
-            and names == self._names
-            and [*map(id, found)] == self._identities
+            not any(self._empty)
+            and [*map(len, self._tables)] == self._sizes
+            and [*chain(*self._tables)] == self._names
+            and all(map(is_, _values(self._tables), self._found))
+            # `del` of a list's module binds another dictionary
+            and all(map(is_, map(itemgetter("_modules"), self._parents), self._children))
+            and [*map(type, self._below)] == self._types
         )
-
-    def _own_parameters(self) -> tuple[list[str], list[Any]]:
-        own = self._own
-        return [*chain(*own)], [*chain.from_iterable(map(dict.values, own))]
 
     def is_in(self, mode: bool) -> bool:
         """Whether `train(mode)` would change no module."""
-        return {*map(_SWITCH, self._attributes)} == {mode}
+        # a compiled module has its mode elsewhere
+        return all(
+            each.get("training") is mode and "train" not in each for each in self._attributes
+        )
 
     def walks_as_torch_does(self) -> bool:
         """Whether no module has a way of its own to be switched or walked through."""
@@ -90,109 +85,136 @@ class Tree:
         return [(each.numel(), each.requires_grad) for _, each in self.parameters]
 
 
+def _values(tables: list[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, tables))
+
+
 class Remembering(nn.Module):
-    """Put in front of a model's class: answers from `tree` while that holds, otherwise as the class
-    does.
+    """Put in front of a model's class: answers from its `Tree` while that holds, otherwise as the
+    class does.
     """
 
-    tree: Tree
-    original: type[nn.Module]
-
-    def _tree(self) -> Tree | None:
-        # a shallow copy of the model, such as a replica, has the class, too
-        tree = type(self).tree
-        return tree if tree.model is self and tree.holds() else None
+    packfree_tree: Tree | None = None
+    packfree_original: Any = None
 
     def train(self, mode: bool = True) -> Any:
         """As upstream's; nothing is done where nothing would change."""
-        tree = self._tree()
-        return self if tree is not None and tree.is_in(mode) else super().train(mode)
+        tree = _tree_of(self)
+        return self if tree is not None and tree.is_in(mode) else nn.Module.train(self, mode)
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As upstream's."""
-        tree = None if memo is not None or prefix or not remove_duplicate else self._tree()
-        if tree is None:
-            found: Iterator[Any] = super().named_modules(memo, prefix, remove_duplicate)
-            return found
-        return iter(tree.modules)
+        tree = None if memo is not None or prefix or not remove_duplicate else _tree_of(self)
+        if tree is not None:
+            return iter(tree.modules)
+        found: Iterator[Any] = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
+        return found
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As upstream's."""
-        tree = None if prefix or not recurse or not remove_duplicate else self._tree()
+        tree = None if prefix or not recurse or not remove_duplicate else _tree_of(self)
+        if tree is not None:
+            return iter(tree.parameters)
+        return nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As upstream's."""
+        asked = only_trainable, exclude_embeddings
+        # PEFT hands on what its models have not
+        count: Any = self.__getattr__("num_parameters")
+        tree = _tree_of(self)
         if tree is None:
-            return super().named_parameters(prefix, recurse, remove_duplicate)
-        return iter(tree.parameters)
+            return int(count(*asked))
+        sizes, known = tree.sizes(), tree.counts.get(asked)
+        if known is None or known[0] != sizes:
+            tree.counts[asked] = known = sizes, int(count(*asked))
+        return known[1]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the original class."""
-        made: Any = super().__reduce_ex__(protocol)
-        function, arguments, *state = made
-        if type(self) not in arguments:
-            return made
-        return _blank, (self.original,), *state
+        return _blank, (type(self).packfree_original,), self.__dict__
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-class _Counting(Remembering):
-    """Of models that have `num_parameters`."""
-
-    def num_parameters(self, *args: Any, **kwargs: Any) -> int:
-        """As upstream's."""
-        # PEFT's models hand on what they have not
-        own: Any = getattr(super(), "num_parameters", None)
-        count: Any = own or self.__getattr__("num_parameters")
-        tree = self._tree()
-        if tree is None:
-            return int(count(*args, **kwargs))
-        asked, sizes = (args, *sorted(kwargs.items())), tree.sizes()
-        known = tree.counts.get(asked)
-        if known is None or known[0] != sizes:
-            tree.counts[asked] = known = sizes, int(count(*args, **kwargs))
-        return known[1]
+def _tree_of(model: nn.Module) -> Tree | None:
+    """Return the tree of a model while it holds; None without."""
+    # the class of a method that somebody kept may be gone, and a shallow copy has it, too
+    tree: Tree | None = getattr(type(model), "packfree_tree", None)
+    return tree if tree is not None and tree.model is model and tree.holds() else None
 
 
 class Remembered:
     """Puts `Remembering` in front of a model's class for a step, and takes it away."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._built = model, 0
-        self._class: type[Remembering] | None = None
+        self._model, self._read = model, 0
+        self._class: Any = None
 
     def put_on(self) -> None:
-        """Begin a step; a tree that changed since the last one is read again."""
-        # the classes of patched models have few modules, and other ways to be copied
-        if isinstance(self._model, (Replacement, Remembering)) or self._built > REBUILT:
+        """Begin a step, or go on in one; modules that changed since the last one are read again."""
+        if isinstance(self._model, Remembering):
             return
-        if self._class is None or not self._class.tree.holds():
-            self._class, self._built = _class_for(self._model), self._built + 1
+        known = self._class
+        original = None if known is None else known.packfree_original
+        if original is not type(self._model) or not known.packfree_tree.holds():
+            self.forget()
+            self._read += 1
+            if self._read <= 1 + REBUILT:
+                self._class = _class_for(self._model)
         if self._class is not None:
             self._model.__class__ = self._class
 
     def take_off(self) -> None:
         """End a step, or one of a run that was interrupted within it."""
-        if isinstance(self._model, Remembering):
-            cls: Any = self._model.original
-            self._model.__class__ = cls
+        # not where somebody has derived another class since
+        original = vars(type(self._model)).get("packfree_original")
+        if original is not None:
+            self._model.__class__ = original
+
+    def forget(self) -> None:
+        """End a run: a class is freed late, and what it remembers would be, too."""
+        self.take_off()
+        if self._class is not None:
+            self._class.packfree_tree = None
+            self._class = None
 
 
 def _class_for(model: nn.Module) -> type[Remembering] | None:
-    """Return the class that remembers a model's tree; None where a module has methods of its own
-    for what is remembered.
+    """Return the class that remembers what is in a model; None where that is not known to give the
+    same answers.
     """
-    tree, original = Tree(model), type(model)
-    own = ("train", "named_modules", "named_parameters")
-    if not tree.walks_as_torch_does() or any(
-        getattr(original, name) is not getattr(nn.Module, name) for name in own
-    ):
+    if not _is_pefts(model):
         return None
-    front = _Counting if hasattr(model, "num_parameters") else Remembering
+    original, tree = type(model), Tree(model)
+    if not tree.walks_as_torch_does():
+        return None
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    described = {**names, "tree": tree, "original": original}
-    return type(original.__name__, (front, original), described)
+    described = {**names, "packfree_tree": tree, "packfree_original": original}
+    return type(original.__name__, (Remembering, original), described)
+
+
+def _is_pefts(model: nn.Module) -> bool:
+    """Whether a model is of one of PEFT's classes, around one of transformers', and answers as
+    torch and transformers do.
+    """
+    # users' classes may have other ways to be copied
+    if type(model).__module__ != "peft.peft_model":
+        return False
+    counts = getattr(getattr(model, "num_parameters", None), "__func__", None)
+    tables = chain.from_iterable((part._modules, part._parameters) for part in model.modules())
+    return (
+        counts is PreTrainedModel.num_parameters
+        and all(
+            getattr(type(model), name) is getattr(nn.Module, name)
+            for name in ("train", "named_modules", "named_parameters")
+        )
+        # those of scripted modules are none
+        and all(isinstance(each, dict) for each in tables)
+    )

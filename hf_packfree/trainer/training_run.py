@@ -123,6 +123,7 @@ class TrainingRun:
 
     def end(self) -> None:
         self.take_off()
+        self.remembered.forget()
         for check in self.checks:
             check.give_up()
 
