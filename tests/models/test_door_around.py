@@ -69,14 +69,17 @@ def test_continuous_batching_is_upstreams():
     """Its cache keeps requests apart, and hands offsets of its own to every layer."""
     model = tiny("gemma3_text").eval()
     how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-    config = transformers.GenerationConfig(
-        **how, num_blocks=32, block_size=16, max_batch_tokens=128
-    )
+    config = transformers.GenerationConfig(**how)
+    # without a number of pages, the cache takes most of the memory
+    pages = transformers.ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=128)
     prompts = [part.tolist() for part in documents((20, 33, 7))]
 
     def answers():
         found = model.generate_batch(
-            inputs=prompts, generation_config=config, progress_bar=False
+            inputs=prompts,
+            generation_config=config,
+            continuous_batching_config=pages,
+            progress_bar=False,
         ).values()
         return sorted((tuple(one.prompt_ids), tuple(one.generated_tokens)) for one in found)
 
