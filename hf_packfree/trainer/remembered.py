@@ -94,8 +94,8 @@ class Remembering(nn.Module):
     class does.
     """
 
-    packfree_tree: Tree | None = None
-    packfree_original: Any = None
+    _remembered_tree: Tree | None = None
+    _remembered_class: Any = None
 
     def train(self, mode: bool = True) -> Any:
         """As upstream's; nothing is done where nothing would change."""
@@ -136,7 +136,7 @@ class Remembering(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the original class."""
-        return _blank, (type(self).packfree_original,), self.__dict__
+        return _blank, (type(self)._remembered_class,), self.__dict__
 
 
 def _blank(cls: type[nn.Module]) -> nn.Module:
@@ -146,7 +146,7 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
 def _tree_of(model: nn.Module) -> Tree | None:
     """Return the tree of a model while it holds; None without."""
     # the class of a method that somebody kept may be gone, and a shallow copy has it, too
-    tree: Tree | None = getattr(type(model), "packfree_tree", None)
+    tree: Tree | None = getattr(type(model), "_remembered_tree", None)
     return tree if tree is not None and tree.model is model and tree.holds() else None
 
 
@@ -162,8 +162,8 @@ class Remembered:
         if isinstance(self._model, Remembering):
             return
         known = self._class
-        original = None if known is None else known.packfree_original
-        if original is not type(self._model) or not known.packfree_tree.holds():
+        original = None if known is None else known._remembered_class
+        if original is not type(self._model) or not known._remembered_tree.holds():
             self.forget()
             self._read += 1
             if self._read <= 1 + REBUILT:
@@ -174,7 +174,7 @@ class Remembered:
     def take_off(self) -> None:
         """End a step, or one of a run that was interrupted within it."""
         # not where somebody has derived another class since
-        original = vars(type(self._model)).get("packfree_original")
+        original = vars(type(self._model)).get("_remembered_class")
         if original is not None:
             self._model.__class__ = original
 
@@ -182,7 +182,7 @@ class Remembered:
         """End a run: a class is freed late, and what it remembers would be, too."""
         self.take_off()
         if self._class is not None:
-            self._class.packfree_tree = None
+            self._class._remembered_tree = None
             self._class = None
 
 
@@ -196,7 +196,7 @@ def _class_for(model: nn.Module) -> type[Remembering] | None:
     if not tree.walks_as_torch_does():
         return None
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    described = {**names, "packfree_tree": tree, "packfree_original": original}
+    described = {**names, "_remembered_tree": tree, "_remembered_class": original}
     return type(original.__name__, (Remembering, original), described)
 
 
