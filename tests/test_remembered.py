@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_packfree import PackFreeCallback
-from hf_packfree.trainer.remembered import REBUILT, Remembered, Remembering, Tree
+from hf_packfree.trainer.remembered import REBUILT, Modules, Remembered, Remembering
 from tests.integrations.marks import needs
 from tests.support import tiny
 from tests.test_trainer import train
@@ -123,11 +123,11 @@ CHANGES = {
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([*CHANGES])), max_size=5))
-def test_a_tree_holds_while_nothing_changed(changes):
+def test_what_is_kept_holds_while_nothing_changed(changes):
     model = nn.ModuleList([Part(), Part(), Part()])
     for place, change in changes:
-        before, classes, tree = walked(model), [*map(type, model.modules())], Tree(model)
-        assert tree.holds() and same(tree.modules, before[0])
+        before, classes, kept = walked(model), [*map(type, model.modules())], Modules(model)
+        assert kept.holds() and same(kept.modules, before[0])
         try:
             CHANGES[change](model[place])
         # of what a change before took away
@@ -135,8 +135,8 @@ def test_a_tree_holds_while_nothing_changed(changes):
             continue
         after = walked(model)
         is_same = all(map(same, after, before)) and classes == [*map(type, model.modules())]
-        assert is_same or not tree.holds(), change
-        assert tree.holds() or change != "nothing"
+        assert is_same or not kept.holds(), change
+        assert kept.holds() or change != "nothing"
 
 
 def test_what_moves_to_the_next_module_is_seen():
@@ -144,10 +144,10 @@ def test_what_moves_to_the_next_module_is_seen():
     model = nn.Sequential(nn.Linear(1, 1), nn.Module())
     first, last = (part._parameters for part in model)
     last["weight"] = nn.Parameter(torch.ones(1))
-    tree = Tree(model)
+    kept = Modules(model)
     bias, weight = first.pop("bias"), last.pop("weight")
     last.update(bias=bias, weight=weight)
-    assert not tree.holds()
+    assert not kept.holds()
 
 
 @pytest.mark.parametrize("change", ["add", "delete", "merge", "unload", "prune", "nothing"])

@@ -163,8 +163,7 @@ class PackFreeCallback(TrainerCallback):
         _warn_of_gradients_divided_twice()
         if self._run is not None:
             # a run that was interrupted left its hooks
-            self._run.take_off()
-            self._run.remembered.forget()
+            self._run.break_off()
         smooths = args.label_smoothing_factor != 0
         self._run = TrainingRun(model, self._verify, smooths=smooths)
 

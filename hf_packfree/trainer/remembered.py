@@ -27,7 +27,7 @@ _PLAIN: dict[str, set[Any]] = {
 }
 
 
-class Tree:
+class Modules:
     """The modules and parameters of a model, and whether they are the same still.
 
     Attributes:
@@ -72,14 +72,6 @@ class Tree:
             each.get("training") is mode and "train" not in each for each in self._attributes
         )
 
-    def walks_as_torch_does(self) -> bool:
-        """Whether no module has a way of its own to be switched or walked through."""
-        return all(
-            {getattr(type(part), name) for part in self._below} <= plain
-            and not any(name in each for each in self._attributes)
-            for name, plain in _PLAIN.items()
-        )
-
     def sizes(self) -> list[Any]:
         """Return what a count of parameters depends on."""
         return [(each.numel(), each.requires_grad) for _, each in self.parameters]
@@ -90,25 +82,25 @@ def _values(tables: list[dict[str, Any]]) -> Iterator[Any]:
 
 
 class Remembering(nn.Module):
-    """Put in front of a model's class: answers from its `Tree` while that holds, otherwise as the
-    class does.
+    """Put in front of a model's class: answers from its `Modules` while these hold, otherwise as
+    the class does.
     """
 
-    _remembered_tree: Tree | None = None
+    _remembered_modules: Modules | None = None
     _remembered_class: Any = None
 
     def train(self, mode: bool = True) -> Any:
         """As upstream's; nothing is done where nothing would change."""
-        tree = _tree_of(self)
-        return self if tree is not None and tree.is_in(mode) else nn.Module.train(self, mode)
+        kept = _modules_of(self)
+        return self if kept is not None and kept.is_in(mode) else nn.Module.train(self, mode)
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """As upstream's."""
-        tree = None if memo is not None or prefix or not remove_duplicate else _tree_of(self)
-        if tree is not None:
-            return iter(tree.modules)
+        kept = None if memo is not None or prefix or not remove_duplicate else _modules_of(self)
+        if kept is not None:
+            return iter(kept.modules)
         found: Iterator[Any] = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
         return found
 
@@ -116,9 +108,9 @@ class Remembering(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As upstream's."""
-        tree = None if prefix or not recurse or not remove_duplicate else _tree_of(self)
-        if tree is not None:
-            return iter(tree.parameters)
+        kept = None if prefix or not recurse or not remove_duplicate else _modules_of(self)
+        if kept is not None:
+            return iter(kept.parameters)
         return nn.Module.named_parameters(self, prefix, recurse, remove_duplicate)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -126,12 +118,12 @@ class Remembering(nn.Module):
         asked = only_trainable, exclude_embeddings
         # PEFT hands on what its models have not
         count: Any = self.__getattr__("num_parameters")
-        tree = _tree_of(self)
-        if tree is None:
+        kept = _modules_of(self)
+        if kept is None:
             return int(count(*asked))
-        sizes, known = tree.sizes(), tree.counts.get(asked)
+        sizes, known = kept.sizes(), kept.counts.get(asked)
         if known is None or known[0] != sizes:
-            tree.counts[asked] = known = sizes, int(count(*asked))
+            kept.counts[asked] = known = sizes, int(count(*asked))
         return known[1]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -143,11 +135,11 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def _tree_of(model: nn.Module) -> Tree | None:
-    """Return the tree of a model while it holds; None without."""
+def _modules_of(model: nn.Module) -> Modules | None:
+    """Return what is kept of a model while it holds; None without."""
     # the class of a method that somebody kept may be gone, and a shallow copy has it, too
-    tree: Tree | None = getattr(type(model), "_remembered_tree", None)
-    return tree if tree is not None and tree.model is model and tree.holds() else None
+    kept: Modules | None = getattr(type(model), "_remembered_modules", None)
+    return kept if kept is not None and kept.model is model and kept.holds() else None
 
 
 class Remembered:
@@ -163,7 +155,7 @@ class Remembered:
             return
         known = self._class
         original = None if known is None else known._remembered_class
-        if original is not type(self._model) or not known._remembered_tree.holds():
+        if original is not type(self._model) or not known._remembered_modules.holds():
             self.forget()
             self._read += 1
             if self._read <= 1 + REBUILT:
@@ -182,7 +174,7 @@ class Remembered:
         """End a run: a class is freed late, and what it remembers would be, too."""
         self.take_off()
         if self._class is not None:
-            self._class._remembered_tree = None
+            self._class._remembered_modules = None
             self._class = None
 
 
@@ -192,28 +184,29 @@ def _class_for(model: nn.Module) -> type[Remembering] | None:
     """
     if not _is_pefts(model):
         return None
-    original, tree = type(model), Tree(model)
-    if not tree.walks_as_torch_does():
-        return None
+    original = type(model)
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    described = {**names, "_remembered_tree": tree, "_remembered_class": original}
+    described = {**names, "_remembered_modules": Modules(model), "_remembered_class": original}
     return type(original.__name__, (Remembering, original), described)
 
 
 def _is_pefts(model: nn.Module) -> bool:
-    """Whether a model is of one of PEFT's classes, around one of transformers', and answers as
-    torch and transformers do.
+    """Whether a model is of one of PEFT's classes, around one of transformers', and no module has a
+    way of its own to be switched or walked through.
     """
     # users' classes may have other ways to be copied
     if type(model).__module__ != "peft.peft_model":
         return False
     counts = getattr(getattr(model, "num_parameters", None), "__func__", None)
-    tables = chain.from_iterable((part._modules, part._parameters) for part in model.modules())
+    own, parts = ("train", "named_parameters"), [*model.modules()]
+    tables = chain.from_iterable((part._modules, part._parameters) for part in parts)
     return (
         counts is PreTrainedModel.num_parameters
+        and all(getattr(type(model), name) is getattr(nn.Module, name) for name in own)
         and all(
-            getattr(type(model), name) is getattr(nn.Module, name)
-            for name in ("train", "named_modules", "named_parameters")
+            {getattr(type(part), name) for part in parts} <= plain
+            and not any(name in vars(part) for part in parts)
+            for name, plain in _PLAIN.items()
         )
         # those of scripted modules are none
         and all(isinstance(each, dict) for each in tables)

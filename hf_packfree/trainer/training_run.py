@@ -121,9 +121,13 @@ class TrainingRun:
         for trunk in self.trunks:
             state_of(trunk).graphs.wait = wait
 
-    def end(self) -> None:
+    def break_off(self) -> None:
+        """Leave nothing on the model, nor anything that keeps it."""
         self.take_off()
         self.remembered.forget()
+
+    def end(self) -> None:
+        self.break_off()
         for check in self.checks:
             check.give_up()
 
