@@ -61,8 +61,7 @@ def loss_after(step, x, weight, targets, backend):
     """The summed loss of a head that does `step` with its logits, which nobody makes."""
     logits = lazy_logits(x, weight)
     head_scales(logits, True)
-    found = LOSS.backend(backend).softmax_gradient
-    return loss_of(step(logits), Targets.of(targets, -100), found)
+    return loss_of(step(logits), Targets.of(targets, -100), LOSS.backend(backend))
 
 
 def tiny(

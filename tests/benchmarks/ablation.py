@@ -4,7 +4,7 @@ turns on a GPU.
     python -m tests.benchmarks.ablation --out DIR [--only REGEX]
     python -m tests.benchmarks.ablation --out DIR --device cpu --tiny     # a trial of the script itself
 
-A step is the trunk's forward and backward, bf16, without optimizer. Rows go to DIR/ablation.jsonl,
+A step is the trunk's forward and backward, bf16, without optimizer, or those of head and loss. Rows go to DIR/ablation.jsonl,
 after a line that says machine and source: the workload, what was off, the median in ms, and the
 ratio to the step with nothing off, both timed in the same turns. `python -m tests.benchmarks.report
 --write` makes the table of docs/performance.md from it.
@@ -31,6 +31,9 @@ from hf_packfree.models.run_options import CudaGraphs
 from hf_packfree.models.state import Kernels, find_state
 from hf_packfree.ops import launch
 from hf_packfree.ops.fused import joined_linear, lora
+from hf_packfree.ops.loss import OP as LOSS
+from hf_packfree.ops.loss import linear_cross_entropy
+from hf_packfree.ops.loss.scaled import scaled
 from hf_packfree.packing import inputs
 from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.machine import machine
@@ -102,6 +105,12 @@ def _ahead(model: nn.Module) -> AbstractContextManager[Any]:
     return mock.patch.object(Ahead, "pays", lambda ahead: False)
 
 
+def _one_number(model: Any) -> AbstractContextManager[Any]:
+    """torch multiplies the gradients of head and loss by the loss's own."""
+    others = replace(LOSS.backends["triton"], scaled=scaled)
+    return mock.patch.dict(LOSS.backends, {"triton": others})
+
+
 @contextmanager
 def _all(model: nn.Module) -> Iterator[None]:
     """Everything off that is the host's."""
@@ -125,6 +134,7 @@ ADAPTERS: Mapping[str, Off] = {
 
 
 GRAPHS: Mapping[str, Off] = {"nothing": HOST["nothing"], "replay ahead": _ahead}
+HEAD: Mapping[str, Off] = {"nothing": HOST["nothing"], "product with a number": _one_number}
 
 
 class Work(NamedTuple):
@@ -195,16 +205,38 @@ def main() -> None:
         variant = Variant(lora=lora, cuda_graphs=graphs)
         with variant_of(shape, variant, options.device, dtype) as model:
             for work in (work for work in found if work.model == kind):
-                for row in compare(work.name, model, work.load, work.off, clock):
+                inputs = work.load.inputs(model.config.vocab_size, clock.device)
+                step = step_of(model.base_model, [inputs])
+                for row in compare(work.name, model, step, work.off, clock):
                     write(options.out, row)
             del model
+    for tokens in (2048, 8192):
+        name = f"head and loss, {tokens} tokens"
+        # on a CPU there is no kernel to be without
+        if options.device == "cuda" and re.search(options.only, name):
+            for row in compare(name, None, head_and_loss(tokens), HEAD, clock):
+                write(options.out, row)
+
+
+def head_and_loss(tokens: int) -> Callable[[], Any]:
+    """Return forward and backward of the 2B shape's head and loss."""
+    x, weight = (
+        torch.randn(count, 2048, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for count in (tokens, 248320)
+    )
+    targets = torch.randint(len(weight), (tokens,), device="cuda")
+
+    def step() -> None:
+        loss = linear_cross_entropy(x, weight, targets, backend="triton") / tokens
+        torch.autograd.grad(loss, [x, weight])
+
+    return step
 
 
 def compare(
-    name: str, model: Any, load: Load, off: Mapping[str, Off], clock: Clock
+    name: str, model: Any, step: Callable[[], Any], off: Mapping[str, Off], clock: Clock
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each fast path that is switched off, timed in turns."""
-    step = step_of(model.base_model, [load.inputs(model.config.vocab_size, clock.device)])
 
     def without(switch: Off) -> Callable[[], Any]:
         def run() -> Any:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hf_packfree.models import peft_lora
 from hf_packfree.ops.fused import lora
+from hf_packfree.ops.loss import OP as LOSS
+from hf_packfree.ops.loss.scaled import scaled, triton_scaled
 from tests.benchmarks import ablation
 from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.models import Variant, variant_of
@@ -59,3 +63,10 @@ def test_without_three_parts_a_norm_has_no_spare_columns(adapted, monkeypatch):
     with ablation.ADAPTERS["three parts of fp32 adapters"](adapted):
         assert peft_lora.spare_columns_for(layers, x) == 0
     assert peft_lora.spare_columns_for(layers, x) == wanted > 0
+
+
+def test_without_its_kernel_torch_multiplies_gradients_by_the_losss():
+    ours = LOSS.backend("triton")
+    with ablation.HEAD["product with a number"](None):
+        assert LOSS.backend("triton") == replace(ours, scaled=scaled)
+    assert LOSS.backend("triton") is ours and ours.scaled is triton_scaled

@@ -4,17 +4,17 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from hf_packfree.ops.backend import Backend, needs_triton
-from hf_packfree.ops.loss.chunked_loss import Targets
+from hf_packfree.ops.backend import needs_triton
+from hf_packfree.ops.loss.chunked_loss import LossBackend, Targets
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
 from hf_packfree.ops.loss.logits import head_scales, lazy_logits, loss_of, scaled_from
-from hf_packfree.ops.loss.softmax import SoftmaxGradient, softmax_gradient, triton_softmax_gradient
+from hf_packfree.ops.loss.scaled import triton_scaled
+from hf_packfree.ops.loss.softmax import softmax_gradient, triton_softmax_gradient
 from hf_packfree.ops.loss.statistics import Wanted
 from hf_packfree.ops.op import Op
 
@@ -24,9 +24,9 @@ def _chunked(
     weight: Tensor,
     targets: Targets,
     bias: Tensor | None,
-    softmax_gradient: SoftmaxGradient,
+    backend: str,
 ) -> Tensor:
-    return loss_of(lazy_logits(x, weight, bias), targets, softmax_gradient)
+    return loss_of(lazy_logits(x, weight, bias), targets, OP.backend(backend))
 
 
 def _reference(x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None) -> Tensor:
@@ -34,30 +34,19 @@ def _reference(x: Tensor, weight: Tensor, targets: Targets, bias: Tensor | None)
     return cross_entropy(logits, targets.flat, reduction="sum", ignore_index=-1)
 
 
-@dataclass(frozen=True)
-class LossBackend(Backend):
-    """One implementation of head and loss.
-
-    Attributes:
-        softmax_gradient: computes a chunk's losses and turns its logits into their gradient; None:
-            the backend computes the logits of all tokens.
-    """
-
-    softmax_gradient: SoftmaxGradient | None = None
-
-
 OP = Op(
     name="loss",
     backends={
         "triton": LossBackend(
-            partial(_chunked, softmax_gradient=triton_softmax_gradient),
+            partial(_chunked, backend="triton"),
             needs_triton,
             "triton",
             compiles="seconds",
             softmax_gradient=triton_softmax_gradient,
+            scaled=triton_scaled,
         ),
         "torch": LossBackend(
-            partial(_chunked, softmax_gradient=softmax_gradient),
+            partial(_chunked, backend="torch"),
             softmax_gradient=softmax_gradient,
         ),
         "upstream": LossBackend(_reference),

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.backend import HALF, Backend
+from hf_packfree.ops.loss.scaled import Scaled, scaled
 from hf_packfree.ops.loss.softmax import SoftmaxGradient
 
 _ELEMENTS = {"cuda": 2**30}
@@ -40,6 +41,20 @@ _WORTH = 0.95
 """With a larger share of tokens that have targets, selecting these costs more than the products of
 the others.
 """
+
+
+@dataclass(frozen=True)
+class LossBackend(Backend):
+    """One implementation of head and loss.
+
+    Attributes:
+        softmax_gradient: computes a chunk's losses and turns its logits into their gradient; None:
+            the backend computes the logits of all tokens.
+        scaled: multiplies the gradients that the forward pass made.
+    """
+
+    softmax_gradient: SoftmaxGradient | None = None
+    scaled: Scaled = scaled
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,12 +247,6 @@ def _add_products(
         d_weight.addmm_(gradient.t(), x.to(gradient.dtype), beta=beta)
 
 
-def scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
-    """Return gradient * factor, fp32 inside, in the dtype of `like`."""
-    out = torch.empty_like(gradient, dtype=like.dtype)
-    return torch.mul(gradient, factor.to(gradient.dtype), out=out)
-
-
 def choose(x: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return x [N, D] of the tokens that have targets, these targets [N], and the tokens' indices
     [N]; where nearly all have one, all tokens and no indices.
@@ -250,6 +259,7 @@ def choose(x: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor | None]:
 
 __all__ = [
     "Gradients",
+    "LossBackend",
     "Sums",
     "Targets",
     "choose",
@@ -257,5 +267,4 @@ __all__ = [
     "loss_and_gradients",
     "rows_of_a_chunk",
     "scale_of",
-    "scaled",
 ]

@@ -34,8 +34,8 @@ from hf_packfree.ops.loss.chunked_loss import (
     choose,
     logits_in_chunks,
     scale_of,
-    scaled,
 )
+from hf_packfree.ops.loss.scaled import Scaled, scaled, triton_scaled
 from hf_packfree.ops.loss.statistics import (
     Differentiate,
     Measure,
@@ -102,11 +102,12 @@ class TokenLogProbs:
 @dataclass(frozen=True, kw_only=True)
 class LogProbsBackend(Backend):
     """One implementation: its two functions of a chunk's logits, the statistics and their
-    gradient.
+    gradient, and the one that multiplies gradients.
     """
 
     measure: Measure
     differentiate: Differentiate
+    scaled: Scaled = scaled
 
 
 OP = Op(
@@ -118,6 +119,7 @@ OP = Op(
             "triton",
             measure=triton_measure,
             differentiate=triton_differentiate,
+            scaled=triton_scaled,
         ),
         "torch": LogProbsBackend(measure=measure, differentiate=differentiate),
     },
@@ -269,7 +271,7 @@ class _LogProbs(Function):
             found = _made_now(ctx, inputs, of_log_probs, of_entropy)
         else:
             found = Gradients(d_x, d_weight, d_bias, 1 / scale_of(ctx.call.dtype))
-        return *_multiplied(found, factor, inputs, chosen), None
+        return *_multiplied(found, factor, inputs, chosen, ctx.call.kernels.scaled), None
 
 
 def _made_in_the_forward_pass(expected: Expected, needed: tuple[bool, bool, bool]) -> bool:
@@ -327,13 +329,20 @@ def _placed(
 
 
 def _multiplied(
-    found: Gradients, by: Tensor | None, inputs: list[Any], chosen: Tensor | None
+    found: Gradients,
+    by: Tensor | None,
+    inputs: list[Any],
+    chosen: Tensor | None,
+    scaled: Scaled,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x [T, D], weight and bias: those in `found` times `by`, a scalar for
     all, or one number for each row of x.
     """
     (x, weight, bias), d_x = inputs, None
-    factor = torch.as_tensor(found.factor) if by is None else by * found.factor
+    factor = found.factor if by is None else by * found.factor
+    if not isinstance(factor, Tensor):
+        # copying a number to a GPU would make the host wait
+        factor = torch.full((), factor, device=x.device)
     if found.x is not None:
         d_x = scaled(found.x, factor[:, None] if factor.ndim else factor, x)
         if chosen is not None:

@@ -18,7 +18,13 @@ from torch.nn.functional import linear, one_hot
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.once_differentiable import once_differentiable
-from hf_packfree.ops.loss.chunked_loss import Gradients, Targets, choose, loss_and_gradients, scaled
+from hf_packfree.ops.loss.chunked_loss import (
+    Gradients,
+    LossBackend,
+    Targets,
+    choose,
+    loss_and_gradients,
+)
 from hf_packfree.ops.loss.elementwise import (
     Elementwise,
     LazyGradient,
@@ -28,7 +34,7 @@ from hf_packfree.ops.loss.elementwise import (
     step_of,
 )
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
-from hf_packfree.ops.loss.softmax import SoftmaxGradient
+from hf_packfree.ops.loss.scaled import Scaled
 from hf_packfree.ops.loss.statistics import Wanted
 from hf_packfree.packing import PackedSequence, repad, unpad
 from hf_packfree.packing.lazy import Fingerprint, LazyTensor, Origin, Padded
@@ -295,22 +301,20 @@ def scaled_from(found: Any, logits: LazyTensor) -> bool:
     return origin_of(found.source)[0] is logits.source
 
 
-def loss_of(logits: Tensor, targets: Targets, softmax_gradient: SoftmaxGradient) -> Tensor:
+def loss_of(logits: Tensor, targets: Targets, backend: LossBackend) -> Tensor:
     """Return the sum of the cross entropies, an fp32 scalar, of logits [..., V] from `lazy_logits`,
     with or without a head's steps (see `Elementwise`).
     """
-    total: Tensor = _CrossEntropy.apply(logits, targets, softmax_gradient)
+    total: Tensor = _CrossEntropy.apply(logits, targets, backend)
     return total
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: LazyTensor, targets: Targets, softmax_gradient: SoftmaxGradient
-    ) -> Tensor:
+    def forward(ctx: Any, logits: LazyTensor, targets: Targets, backend: LossBackend) -> Tensor:
         source, steps = origin_of(logits.source)
         product = source.make
-        assert isinstance(product, _Product)
+        assert isinstance(product, _Product) and backend.softmax_gradient is not None
         needed = product.needed if ctx.needs_input_grad[0] else (False, False, False)
         flat, some, chosen = choose(product.x.flatten(0, -2), targets)
         weight, *bias = product.weights
@@ -320,7 +324,7 @@ class _CrossEntropy(Function):
             bias[0] if bias else None,
             some,
             needed,
-            after_steps(softmax_gradient, steps),
+            after_steps(backend.softmax_gradient, steps),
             growth(steps),
         )
         ctx.save_for_backward(found.x, found.weight, found.bias)
@@ -330,7 +334,7 @@ class _CrossEntropy(Function):
             targets,
             chosen,
         )
-        ctx.steps, ctx.product = steps, product
+        ctx.steps, ctx.product, ctx.scaled = steps, product, backend.scaled
         ctx.like = logits.shape, logits.dtype, logits.device
         return total
 
@@ -342,7 +346,8 @@ class _CrossEntropy(Function):
         make, targets, chosen = ctx.make, ctx.targets.flat, ctx.chosen
         shape, dtype, device = ctx.like
         source = Origin(shape, dtype, device, lambda: _gradient(make(), targets, grad))
-        gradient = LazyGradient.of(source, ctx.steps, _Onward(ctx.product, found, grad, chosen))
+        onward = _Onward(ctx.product, found, grad, chosen, ctx.scaled)
+        gradient = LazyGradient.of(source, ctx.steps, onward)
         return gradient, None, None
 
 
@@ -363,23 +368,25 @@ class _Onward:
         found: the loss's gradients, before `grad`.
         grad: of the loss, a scalar.
         chosen: see `choose`.
+        scaled: of the backend that made them.
     """
 
     product: _Product
     found: Gradients
     grad: Tensor
     chosen: Tensor | None
+    scaled: Scaled
 
     def __call__(self, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight and bias."""
         found, factor, d_x = self.found, self.grad * self.found.factor, None
         if found.x is not None:
-            d_x = scaled(found.x, factor, x)
+            d_x = self.scaled(found.x, factor, x)
             if self.chosen is not None:
                 d_x = x.new_zeros(x.shape).flatten(0, -2).index_copy_(0, self.chosen, d_x)
             d_x = d_x.view_as(x)
         d_weight, d_bias = (
-            None if one is None else scaled(one, factor, weight)
+            None if one is None else self.scaled(one, factor, weight)
             for one in (found.weight, found.bias)
         )
         return d_x, d_weight, d_bias

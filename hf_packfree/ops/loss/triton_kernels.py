@@ -1,5 +1,5 @@
 """Triton kernels of the cross entropy, and of log-probabilities and entropies: one program per
-token, or per block of its logits.
+token, or per block of its logits, and per block of a sum of gradients.
 """
 
 from __future__ import annotations
@@ -199,3 +199,14 @@ def token_gradient(
         gradient -= tl.where(p == 0.0, 0.0, more)
     gradient = tl.where(target < 0, 0.0, gradient * factor)
     tl.store(x, gradient.to(logits.dtype.element_ty), mask=at < words)
+
+
+@triton.jit
+def scaled(gradient, factor, out, count, BLOCK: tl.constexpr):
+    """out = gradient * factor, a scalar, both fp32, over `count` numbers, rounded to out's dtype.
+
+    Grid: blocks of them.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(gradient + at, mask=at < count, other=0.0) * tl.load(factor)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < count)

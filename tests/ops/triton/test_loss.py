@@ -7,9 +7,10 @@ import torch
 
 from hf_packfree.ops.loss import linear_cross_entropy, softmax
 from hf_packfree.ops.loss.elementwise import LogitStep, after_steps, head_of
+from hf_packfree.ops.loss.scaled import triton_scaled
 from tests.support import relative_rms
 
-KERNELS = {"softmax_gradient"}
+KERNELS = {"softmax_gradient", "scaled"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,7 +30,7 @@ def test_values_and_gradients(words, dtype, launched, monkeypatch):
     kept = logits.clone()
     alone = softmax.triton_softmax_gradient(kept, targets, None)
     assert alone[1] is None and torch.equal(alone[0], losses) and torch.equal(kept, logits)
-    assert launched == KERNELS
+    assert launched == {"softmax_gradient"}
 
 
 def test_a_target_that_is_no_word_is_not_a_number():
@@ -46,7 +47,7 @@ def test_far_logits_do_not_overflow():
     )
 
 
-def test_the_whole_operation():
+def test_the_whole_operation(launched):
     generator = torch.Generator().manual_seed(0)
     x, weight = (
         torch.randn(*shape, generator=generator).requires_grad_() for shape in ((40, 8), (30, 8))
@@ -58,6 +59,7 @@ def test_the_whole_operation():
     ours, theirs = (torch.autograd.grad(loss, [x, weight]) for loss in losses)
     for found, wanted in zip(ours, theirs):
         assert relative_rms(found, wanted) <= 1e-6
+    assert launched == KERNELS
 
 
 DIV, MUL, TANH = (torch.ops.aten.div.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.tanh.default)
@@ -103,7 +105,7 @@ def test_what_a_head_does_between_product_and_loss(name, dtype, launched, monkey
     )
     alone = after_steps(softmax.triton_softmax_gradient, steps)(logits.clone(), targets, None)
     assert alone[1] is None and torch.equal(alone[0], found[0])
-    assert launched == KERNELS
+    assert launched == {"softmax_gradient"}
 
 
 def test_a_heads_integers_are_floats_to_the_kernel():
@@ -121,3 +123,21 @@ def test_a_head_leaves_no_large_logits():
     losses, gradient = softmax.triton_softmax_gradient(logits, torch.tensor([2]), 1.0, head)
     assert losses.tolist() == pytest.approx([27.01], abs=1e-2)
     assert gradient[0, :2].tolist() == [0.0, 0.0] and gradient[0, 2] < -0.9
+
+
+# the interpreter cuts bf16 off instead of rounding it; a GPU test has bf16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 4096), (70, 117), (1, 1), (0, 8)])
+def test_gradients_times_a_number(shape, dtype, launched):
+    """Rounded once, whatever the number of blocks; per row, and of doubles, in PyTorch."""
+    generator = torch.Generator().manual_seed(0)
+    gradient, like = torch.randn(*shape, generator=generator), torch.empty(0, dtype=dtype)
+    factor = torch.tensor(0.3)
+    found = triton_scaled(gradient, factor, like)
+    assert torch.equal(found, (gradient * factor).to(dtype))
+    assert launched == ({"scaled"} if gradient.numel() else set())
+    launched.clear()
+    for rows in (torch.rand(shape[0], 1, generator=generator), factor):
+        wide = gradient if rows.ndim else gradient.double()
+        assert torch.equal(triton_scaled(wide, rows, like), (wide * rows).to(dtype))
+    assert not launched

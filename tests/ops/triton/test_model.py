@@ -75,7 +75,7 @@ def test_every_kernel_of_a_layer_runs(launched, recomputed):
     of_others = {"qkv_rope", "qkv_rope_backward", "rope"}
     of_adapters = {"split", "add_parts", "add_blocks", "lora_gradients"}
     # half precision, long documents, the head's loss
-    of_heads = {"softmax_gradient", "token_gradient", "token_statistics"}
+    of_heads = {"scaled", "softmax_gradient", "token_gradient", "token_statistics"}
     elsewhere = {"narrow_linear", "fold_states"} | of_heads
     assert launched == set(all_kernels()) - elsewhere - of_others - of_adapters
     assert not recomputed
