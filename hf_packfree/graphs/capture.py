@@ -65,6 +65,15 @@ class Pool:
             self._last = current
 
     @contextmanager
+    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Capture what the block launches; yields the graph."""
+        graph = torch.cuda.CUDAGraph()
+        # other threads pin memory for the next batches meanwhile
+        options: Any = {"pool": self.handle, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, stream=self.stream, **options):
+            yield graph
+
+    @contextmanager
     def beside(self) -> Iterator[None]:
         """Let what the block launches run beside what the current stream is given next, up to
         `join`.
@@ -123,14 +132,10 @@ class Graph:
         before.wait_stream(pool.stream)
         refuse_other_leaves(out, wanted)
         del out
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # other threads pin memory for the next batches meanwhile
-        options: Any = {"pool": pool.handle, "stream": pool.stream}
-        options["capture_error_mode"] = "thread_local"
-        with torch.cuda.graph(self._forward, **options):
+        with pool.capture() as self._forward:
             out = body(*self.inputs)
         self.d_out = torch.zeros_like(out)
-        with torch.cuda.graph(self._backward, **options):
+        with pool.capture() as self._backward:
             grads = _gradients(out, wanted, self.d_out)
         # results are copied right after a replay, because other graphs use the memory afterwards
         self.out = borrowed(out)

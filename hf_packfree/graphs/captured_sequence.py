@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hf_packfree.graphs.bucket import Bucket
 from hf_packfree.packing import PackedSequence
 
-_OF_ONE_ROW = frozenset(
+OF_ONE_ROW = frozenset(
     {"cu_seqlens_cpu", "lengths", "num_documents", "num_real_tokens", "indices", "padding_segments"}
 )
 """Attributes that differ between the rows of a bucket and are known on the host: code that reads
@@ -48,7 +46,7 @@ class CapturedSequence(PackedSequence):
 
     Attributes:
         made: (build, arguments, plan) of each plan.
-        building: one entry for each plan that is being made; only meanwhile may `_OF_ONE_ROW` be
+        building: one entry for each plan that is being made; only meanwhile may `OF_ONE_ROW` be
             read.
     """
 
@@ -63,7 +61,7 @@ class CapturedSequence(PackedSequence):
         return captured
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _OF_ONE_ROW and not object.__getattribute__(self, "building"):
+        if name in OF_ONE_ROW and not object.__getattribute__(self, "building"):
             raise NotCapturable.read(name)
         found = super().__getattribute__(name)
         # layers may ask whether there is a tree
@@ -110,45 +108,6 @@ class CapturedSequence(PackedSequence):
         """
         for old, new in list(self.pairs(packed)):
             old.copy_(new, non_blocking=True)
-
-
-class UnreadSequence(PackedSequence):
-    """A bounded record of a row whose documents the host does not know: plans are made on the
-    device, and those that need `_OF_ONE_ROW` raise `OtherPlan`.
-    """
-
-    @classmethod
-    def of(cls, starts: Tensor, bucket: Bucket) -> UnreadSequence:
-        """Return the record of a row, padded to the bucket as by `in_bucket`.
-
-        Args:
-            starts: bool [T], where documents start. If the bucket does not hold them, the record's
-                last document is of all that are too many, so that no kernel reads elsewhere.
-        """
-        spare = bucket.tokens - len(starts)
-        number = (starts.cumsum(0) - 1).clamp_(0, bucket.documents - 2)
-        if spare:
-            number = torch.cat([number, (number[-1:] + 1).expand(spare)])
-        documents = torch.arange(bucket.documents + 1, device=starts.device)
-        offsets = torch.searchsorted(number, documents, out_int32=True)
-        return cls(
-            cu_seqlens=offsets,
-            cu_seqlens_cpu=offsets,
-            seq_idx=number[None].int(),
-            max_seqlen=bucket.longest,
-            batch_shape=(1, bucket.tokens),
-            bounded=True,
-        )
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OF_ONE_ROW:
-            raise OtherPlan
-        return super().__getattribute__(name)
-
-    @property
-    def plan_offsets(self) -> Tensor:
-        """`cu_seqlens`, on the device."""
-        return self.cu_seqlens
 
 
 def _remembering(plan: Any) -> Any:

@@ -31,10 +31,10 @@ class Graphs:
             self._runners[trunk] = Runner(weakref.ref(trunk))
         return self._runners[trunk]
 
-    def look(self) -> None:
+    def look(self, later: bool) -> None:
         """See `Runner.look`."""
         for runner in self._runners.values():
-            runner.look()
+            runner.look(later)
 
     def looked_for(self, packed: PackedSequence) -> None:
         """See `Runner.looked_for`."""

@@ -23,13 +23,10 @@ from hf_packfree.graphs.capture import (
     free_memory,
     in_the_place_of,
 )
-from hf_packfree.graphs.captured_sequence import (
-    CapturedSequence,
-    NotCapturable,
-    OtherPlan,
-    UnreadSequence,
-)
+from hf_packfree.graphs.captured import Captured
+from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
 from hf_packfree.graphs.settings import Settings, why_not
+from hf_packfree.graphs.unread import plans_of
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
 
@@ -63,19 +60,6 @@ last hidden states [1, T, D].
 
 
 @dataclass(eq=False, repr=False)
-class Captured:
-    """The graph of one bucket, and the record that it was captured with.
-
-    Attributes:
-        unread: whether the device may make all of its plans, see `UnreadSequence`.
-    """
-
-    graph: Graph
-    packed: CapturedSequence
-    unread: bool = True
-
-
-@dataclass(eq=False, repr=False)
 class Runner:
     """The graphs of one text model, and why rows ran without a graph.
 
@@ -102,20 +86,28 @@ class Runner:
     _settings: Settings | None = None
     _why_not: str | None = None
     _pool: Pool | None = None
+    _looked: bool = False
     _looked_for: weakref.ref[Tensor] | None = None
     _changes: int = 0
     _captures: int = 0
 
-    def look(self) -> None:
-        """Drop all graphs if the model, or a setting, changed since they were captured. Called
-        before the host waits for the GPU, so that the comparison costs no time.
+    def look(self, later: bool = False) -> None:
+        """Drop all graphs if the model, or a setting, changed since they were captured: while the
+        host would wait for the GPU anyway; if `later`, in `run_ahead`, or else in `run`.
         """
         # of a call that never came to `run`
         self.ahead.drop()
+        self._looked = False
+        if not later:
+            self._compare()
+
+    def _compare(self) -> None:
         trunk = self.trunk()
         if trunk is None:
             return
+        self._looked = True
         if self._settings is None or not self._settings.hold(trunk):
+            self.ahead.drop()
             self.graphs.clear()
             self._given_up.clear()
             self._settings, self._pool = Settings(trunk), None
@@ -125,42 +117,44 @@ class Runner:
             self._why_not = "the model's settings change with its steps"
 
     def looked_for(self, packed: PackedSequence) -> None:
-        """Note that `look` has run for this record: `run` will not call it again."""
-        self._looked_for = weakref.ref(packed.seq_idx)
+        """Note that `look`, or `run_ahead`, has compared for this record; `run` will not again."""
+        self._looked_for = weakref.ref(packed.seq_idx) if self._looked else None
 
     def run_ahead(
         self, embed: Embed, given: Tensor, positions: Tensor, starts: Tensor, on_host: Tensor
     ) -> None:
-        """Replay a row before the host knows its documents, on plans that the device makes, so that
-        the device need not wait for the host, and beside the current stream, so that the host need
-        not wait for the replay; `run` takes the result, unless the row turns out to need another
-        graph, or none.
+        """Replay a row before the host knows its documents, on plans that the device makes, and
+        beside the current stream, so that neither waits for the other; `run` takes the result,
+        unless the row turns out to need another graph, or none. Then compare as `look` does.
 
         Args:
             embed, given, positions: as for `run`.
             starts, on_host: see `hf_packfree.packing.fast_path.Meanwhile`.
         """
-        if self._why_not is not None:
+        self._launch_ahead(embed, given, positions, starts, on_host)
+        self._compare()
+
+    def _launch_ahead(
+        self, embed: Embed, given: Tensor, positions: Tensor, starts: Tensor, on_host: Tensor
+    ) -> None:
+        # other settings make the result useless, moved weights a read of memory that was freed
+        if self._why_not is not None or self._settings is None or not self._settings.keep_memory():
             return
         fits = [
             key
             for key, each in self.graphs.items()
-            if each.unread and key[0].tree is None and key[0].holds_tokens(len(starts))
+            if each.plans is not None and key[0].holds_tokens(len(starts))
             if key[1][0] == positions.shape[:-1]
         ]
         if not fits or not self.ahead.pays() or self._in_use() is not None:
             return
         key = widest(fits)
-        bucket, captured, embeddings = key[0], self.graphs[key], embed(given)
+        captured, embeddings = self.graphs[key], embed(given)
         if key[1] != _kind(embeddings, positions):
             return
-        try:
-            captured.packed.become(UnreadSequence.of(starts, bucket))
-        except OtherPlan:
-            captured.unread = False
-            return
-        inputs, places = _lengthened(embeddings, positions, bucket), places_of((given, positions))
-        assert self._pool is not None
+        assert self._pool is not None and captured.plans is not None
+        captured.plans.write(starts)
+        inputs, places = _lengthened(embeddings, positions, key[0]), places_of((given, positions))
         self.ahead.launch(
             Launched(key, captured.graph, embeddings, inputs, self._pool, places, on_host)
         )
@@ -227,11 +221,10 @@ class Runner:
         bucket: Bucket = key[0]
         if key not in self.graphs and (why := self._not_now(key)) is not None:
             return why
-        row = in_bucket(on_host(packed), bucket)
         inputs = _lengthened(embeddings, positions, bucket)
         if key not in self.graphs:
-            return self._capture(key, layers, inputs, row) or self._first(key, inputs, row, packed)
-        return self._run(key, inputs, row, packed)
+            return self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
+        return self._run(key, inputs, packed)
 
     def _new_key(self, packed: PackedSequence, kind: Any) -> Any:
         """Return the bucket of a row that no graph holds: with hardly any padding if T comes again,
@@ -263,26 +256,24 @@ class Runner:
         return None
 
     def _first(
-        self, key: Any, inputs: tuple[Tensor, Tensor], row: PackedSequence, packed: PackedSequence
+        self, key: Any, inputs: tuple[Tensor, Tensor], packed: PackedSequence
     ) -> Tensor | str:
         """Replay a new graph on the row that it was captured for; if that fails, never capture the
         bucket again.
         """
-        found = self._run(key, inputs, row, packed)
+        found = self._run(key, inputs, packed)
         if isinstance(found, str):
             del self.graphs[key]
             self._given_up[key] = found
         return found
 
-    def _run(
-        self, key: Any, inputs: tuple[Tensor, Tensor], row: PackedSequence, packed: PackedSequence
-    ) -> Tensor | str:
+    def _run(self, key: Any, inputs: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor | str:
         captured = self.graphs.pop(key)
         self.graphs[key] = captured
         if (why := self._in_use()) is not None:
             return why
         try:
-            captured.packed.become(row)
+            captured.write_for(packed, key[0])
         except OtherPlan:
             return "its kernels' plan is not a table of the bucket's size"
         return captured.graph.replay(*inputs)[:, : packed.num_tokens]
@@ -299,10 +290,10 @@ class Runner:
         return None
 
     def _capture(
-        self, key: Any, layers: Layers, inputs: tuple[Tensor, Tensor], row: PackedSequence
+        self, key: Any, layers: Layers, inputs: tuple[Tensor, Tensor], packed: PackedSequence
     ) -> str | None:
         """Capture the bucket's graph; return why that is not possible, or None."""
-        packed, trunk = CapturedSequence.of(row.to(inputs[0].device)), self.trunk()
+        row, trunk = in_bucket(on_host(packed), key[0]).to(inputs[0].device), self.trunk()
         assert trunk is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
         if not parameters and not inputs[0].requires_grad:
@@ -321,10 +312,10 @@ class Runner:
             self.graphs.clear()
             self._pool = Pool(inputs[0].device, key[0].tokens)
         self._captures += 1
-        found = self._graph(trunk, layers, inputs, parameters, packed)
+        found = self._graph(key[0], trunk, layers, inputs, parameters, row)
         if not isinstance(found, str):
             if free_memory(inputs[0].device) >= SPARE:
-                self.graphs[key] = Captured(found, packed)
+                self.graphs[key] = found
                 return None
             self._pool = self._pool if self.graphs else None
             found = f"with it, less than {SPARE:.1%} of the GPU's memory would be free"
@@ -334,17 +325,19 @@ class Runner:
 
     def _graph(
         self,
+        bucket: Bucket,
         trunk: nn.Module,
         layers: Layers,
         inputs: tuple[Tensor, Tensor],
         parameters: list[nn.Parameter],
-        packed: CapturedSequence,
-    ) -> Graph | str:
+        row: PackedSequence,
+    ) -> Captured | str:
         """Return a graph of the layers, or why they cannot be captured."""
         assert self._pool is not None
+        packed = CapturedSequence.of(row)
         try:
             with checkpointing.in_capture(trunk), in_the_place_of(parameters, trunk) as read:
-                return Graph(
+                graph = Graph(
                     lambda embeddings, positions: layers(embeddings, positions, packed),
                     inputs,
                     parameters,
@@ -352,6 +345,7 @@ class Runner:
                     read,
                     self._settings,
                 )
+            return Captured(graph, packed, plans_of(packed, bucket, self._pool))
         except NotCapturable as error:
             # which no other length would change
             self._why_not = str(error)

@@ -62,6 +62,10 @@ class Settings:
         self._tensors += [x for x in self._constants if isinstance(x, Tensor)]
         self._addresses, self._switches = _addresses(self._tensors), _switches(module)
 
+    def keep_memory(self) -> bool:
+        """Whether what a graph reads is where it was: a replay reads no memory that was freed."""
+        return self._addresses == _addresses(self._tensors)
+
     def hold(self, module: nn.Module) -> bool:
         """Whether the model and torch are unchanged; `module` is the same model."""
         # TRL's trainers switch checkpointing off and on in each step, with an equal function
@@ -80,7 +84,7 @@ class Settings:
             and all(each[name] is value for each, name, value in self._numbers)
             and len(constants) == len(self._constants)
             and all(map(is_, constants, self._constants))
-            and self._addresses == _addresses(self._tensors)
+            and self.keep_memory()
             and self._switches == _switches(module)
         )
 

@@ -62,9 +62,10 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
         # not of forwards without gradients, which are never replayed: DPO's and GRPO's reference is
         # often this model with its adapters switched off
         replays = module.training and torch.is_grad_enabled()
-        # reading boundaries waits for the GPU, so compare the graphs' settings before
+        meanwhile = ahead(call) if replays else None
+        # reading boundaries waits for the GPU, so compare the graphs' settings before, or meanwhile
         if replays:
-            state.graphs.look()
+            state.graphs.look(later=meanwhile is not None)
         ours = _runs_here(call)
         try:
             found = read_call(
@@ -73,7 +74,7 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
                 drop_padding=drop_padding and ours and state.padded != "upstream",
                 drop_all=ours and not call.generates,
                 unpacked=ours and (_is_misread(call, inputs) or state.runs_unpacked),
-                meanwhile=ahead(call) if replays else None,
+                meanwhile=meanwhile,
             )
         finally:
             if replays and not isinstance(found, PackedSequence):

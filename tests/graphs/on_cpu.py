@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from hf_packfree import PackedSequence
-from hf_packfree.graphs import capture, captured_sequence, gradient_buffers, runner
+from hf_packfree.graphs import (
+    capture,
+    captured,
+    captured_sequence,
+    gradient_buffers,
+    runner,
+    unread,
+)
 from hf_packfree.graphs.gradient_buffers import Address
 from hf_packfree.models import captured_layers
 
@@ -69,6 +76,10 @@ class OnACPU(capture.Pool):
         self._device, self._last = device, torch.cuda.current_stream(device)
 
     @contextmanager
+    def capture(self):
+        yield
+
+    @contextmanager
     def beside(self):
         assert not self.running
         self.running = True
@@ -91,6 +102,7 @@ def let_capture(monkeypatch: Any) -> None:
     monkeypatch.setattr(runner, "Graph", Again)
     monkeypatch.setattr(gradient_buffers, "tensor_at", tensor_at)
     monkeypatch.setattr(runner, "Pool", OnACPU)
+    monkeypatch.setattr(unread.Plans, "_replay", unread.Plans._write)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
     monkeypatch.setattr(runner, "free_memory", lambda device: runner.SPARE)
     monkeypatch.setattr(
@@ -108,8 +120,9 @@ def let_capture_whole_documents(monkeypatch: Any) -> None:
     let_capture(monkeypatch)
     monkeypatch.setattr(captured_sequence.CapturedSequence, "become", _become)
 
-    monkeypatch.setattr(runner, "in_bucket", padded)
-    monkeypatch.setattr(runner, "UnreadSequence", Unread)
+    for module in (runner, captured):
+        monkeypatch.setattr(module, "in_bucket", padded)
+    monkeypatch.setattr(unread, "UnreadSequence", Unread)
 
 
 def padded(packed, bucket):

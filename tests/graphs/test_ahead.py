@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +17,8 @@ from hf_packfree.errors import BoundaryError
 from hf_packfree.graphs import ahead
 from hf_packfree.graphs.ahead import MISSES, Ahead
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket
-from hf_packfree.graphs.captured_sequence import OtherPlan, UnreadSequence
+from hf_packfree.graphs.captured_sequence import CapturedSequence, OtherPlan
+from hf_packfree.graphs.unread import Plans, UnreadSequence
 from hf_packfree.models.qwen3_5 import tiny_config
 from hf_packfree.ops.attention.triton_native import plan_blocks
 from hf_packfree.ops.conv.triton_native import plan_masks
@@ -26,6 +30,7 @@ from tests.support import GRADIENT_TOL, LOGIT_TOL, relative_rms, runner_of
 
 ROWS = (55, 2), (3, 54), (30, 20, 7), (9, 9, 9, 9, 21), (19, 19, 19)
 ONE_TOKEN_AT_THE_END = (56, 1)
+PLANS = (plan_chunks, 64), (plan_blocks, False), (plan_blocks, True), (plan_masks,)
 
 
 def starts_of(lengths):
@@ -39,20 +44,14 @@ def test_plans_from_the_starts_are_those_of_the_documents(lengths, spare):
     packed = PackedSequence.from_lengths(lengths)
     own = bucket_of(packed)
     bucket = Bucket(packed.num_tokens + spare, own.documents, own.longest + spare)
-    wanted, found = (
-        in_bucket(on_host(packed), bucket),
-        UnreadSequence.of(starts_of(lengths), bucket),
-    )
+    wanted = in_bucket(on_host(packed), bucket)
+    # padding is one document more
+    found = UnreadSequence.of(starts_of(lengths + [spare] * (spare > 0)), bucket)
     assert torch.equal(wanted.cu_seqlens, found.cu_seqlens)
     assert torch.equal(wanted.seq_idx, found.seq_idx)
     assert found.cu_seqlens.dtype == found.seq_idx.dtype == torch.int32
     assert (wanted.max_seqlen, wanted.num_segments) == (found.max_seqlen, found.num_segments)
-    for build, *args in (
-        (plan_chunks, 64),
-        (plan_blocks, False),
-        (plan_blocks, True),
-        (plan_masks,),
-    ):
+    for build, *args in PLANS:
         made, its = (record.cached(build, *args) for record in (wanted, found))
         for one, other in zip(*map(_parts, (made, its)), strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other), build
@@ -62,12 +61,35 @@ def _parts(plan):
     return plan if isinstance(plan, tuple) else (plan,)
 
 
+@given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=10), min_size=2, max_size=4))
+def test_plans_are_written_anew_for_each_row(rows):
+    """Whatever lengths, numbers of documents and padding the row before had, and whether the host
+    knows the documents.
+    """
+    rows.append([64] * 9 + [64])
+    bucket = Bucket(640, 16, 640)
+    records = [in_bucket(on_host(PackedSequence.from_lengths(row)), bucket) for row in rows]
+    captured = CapturedSequence.of(records[0])
+    for build, *args in PLANS:
+        captured.cached(build, *args)
+    with mock.patch.object(Plans, "_replay", Plans._write):
+        plans = Plans(captured, bucket, mock.Mock(capture=nullcontext))
+        for known in (False, True):
+            for row, record in zip(rows, records, strict=True):
+                if known:
+                    plans.write_for(PackedSequence.from_lengths(row))
+                else:
+                    plans.write(starts_of(row))
+                pairs = [*captured.pairs(record)]
+                assert len(pairs) > len(PLANS) and all(torch.equal(*pair) for pair in pairs)
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.booleans())
 def test_more_documents_than_the_bucket_holds_are_read_nowhere_else(lengths, unmarked):
     """A kernel that reads these offsets stays within the row, whatever the starts."""
-    starts = starts_of(lengths) & (not unmarked)
-    found = UnreadSequence.of(starts, Bucket(len(starts) + 5, 8, 64))
-    assert found.cu_seqlens[0] == 0 and found.cu_seqlens[-1] == len(starts) + 5
+    starts = starts_of([*lengths, 5]) & (not unmarked)
+    found = UnreadSequence.of(starts, Bucket(len(starts), 8, 64))
+    assert found.cu_seqlens[0] == 0 and found.cu_seqlens[-1] == len(starts)
     assert found.cu_seqlens.numel() == 9 and (found.cu_seqlens.diff() >= 0).all()
     assert 0 <= found.seq_idx.min() and found.seq_idx.max() <= 7
     firsts, chunks = found.cached(plan_chunks, 4)
@@ -267,3 +289,43 @@ def test_ids_that_change_before_the_layers_read_them_are_run_again(model):
         handle.remove()
     assert runner_of(model).ahead.taken == before
     assert torch.equal(loss.detach(), wanted[0])
+
+
+@pytest.mark.parametrize("change", ["setting", "memory"])
+def test_a_model_that_changed_is_no_longer_replayed(model, change, monkeypatch):
+    """A replay on other settings is launched, and dropped; of weights that were moved, whose memory
+    may be freed, none is launched.
+    """
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    before = {each.graph for each in runner_of(model).graphs.values()}
+    taken, launched, run = runner_of(model).ahead.taken, [], on_cpu.Again._run_forward
+    monkeypatch.setattr(
+        on_cpu.Again, "_run_forward", lambda graph: launched.append(graph) or run(graph)
+    )
+    norm = model.model.layers[0].input_layernorm
+    if change == "setting":
+        norm.eps = 0.5
+    else:
+        norm.weight.data = norm.weight.data.clone()
+    found = step(model, ROWS[0])
+    assert len(before & {*launched}) == (change == "setting")
+    assert runner_of(model).ahead.taken == taken
+    assert before.isdisjoint(each.graph for each in runner_of(model).graphs.values())
+    monkeypatch.setattr(runner_of(model), "_why_not", "a test")
+    for one, other in zip(found, step(model, ROWS[0]), strict=True):
+        assert relative_rms(one, other) < GRADIENT_TOL
+
+
+def test_a_record_that_nobody_compared_for_is_compared_in_the_run(model, monkeypatch):
+    """Boundaries that are read another way than where replays are launched meanwhile."""
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    monkeypatch.setattr("hf_packfree.packing.inputs.offsets_of_one_row", lambda *given: None)
+    taken = runner_of(model).ahead.taken
+    step(model, ROWS[0])
+    assert runner_of(model).ahead.taken == taken and runner_of(model).graphs
+    before = {each.graph for each in runner_of(model).graphs.values()}
+    model.model.layers[0].input_layernorm.eps = 0.5
+    step(model, ROWS[0])
+    assert before.isdisjoint(each.graph for each in runner_of(model).graphs.values())

@@ -23,12 +23,10 @@ from tests.support import runner_of, tiny
 @pytest.fixture
 def recording(monkeypatch):
     """In the place of what records on a GPU: runs it, on the current stream."""
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", on_cpu.Stream)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(gradient_buffers, "tensor_at", on_cpu.tensor_at)
-    return SimpleNamespace(stream=on_cpu.Stream(), handle=None)
+    return SimpleNamespace(stream=on_cpu.Stream(), capture=nullcontext)
 
 
 class Seen(Function):

@@ -140,7 +140,7 @@ class Counting(runner.Runner):
         self._captures += 1
         self.graphs[key] = None
 
-    def _run(self, key, inputs, row, packed):
+    def _run(self, key, inputs, packed):
         return inputs[0]
 
     def take(self, tokens):
