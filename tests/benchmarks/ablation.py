@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from hf_packfree.graphs.ahead import Ahead
+from hf_packfree.graphs.unread import Plans
 from hf_packfree.models import peft_lora
 from hf_packfree.models.run_options import CudaGraphs
 from hf_packfree.models.state import Kernels, find_state
@@ -105,6 +106,11 @@ def _ahead(model: nn.Module) -> AbstractContextManager[Any]:
     return mock.patch.object(Ahead, "pays", lambda ahead: False)
 
 
+def _plans(model: nn.Module) -> AbstractContextManager[Any]:
+    """The host launches the kernels of plans one by one."""
+    return mock.patch.object(Plans, "_replay", Plans._write)
+
+
 def _one_number(model: Any) -> AbstractContextManager[Any]:
     """torch multiplies the gradients of head and loss by the loss's own."""
     others = replace(LOSS.backends["triton"], scaled=scaled)
@@ -133,13 +139,17 @@ ADAPTERS: Mapping[str, Off] = {
 }
 
 
-GRAPHS: Mapping[str, Off] = {"nothing": HOST["nothing"], "replay ahead": _ahead}
+GRAPHS: Mapping[str, Off] = {
+    "nothing": HOST["nothing"],
+    "replay ahead": _ahead,
+    "graph of plans": _plans,
+}
 HEAD: Mapping[str, Off] = {"nothing": HOST["nothing"], "product with a number": _one_number}
 
 
 class Work(NamedTuple):
     """A step: which batch, what is switched off, layers (None: all), adapters' dtype or none,
-    whether in CUDA graphs.
+    whether in CUDA graphs, and whether the host waits for the device after it.
     """
 
     name: str
@@ -148,6 +158,7 @@ class Work(NamedTuple):
     off: Mapping[str, Off]
     lora: str = ""
     graphs: CudaGraphs = "never"
+    waits: bool = False
 
     @property
     def model(self) -> tuple[int | None, str, CudaGraphs]:
@@ -169,6 +180,9 @@ def workloads(tiny: bool) -> Iterator[Work]:
     for name, tokens in {"2b-2k-lora": 2048, "2b-4k-lora": 4096}.items():
         row = Load(tuple(log_normal_lengths(tokens)))
         yield Work(f"{name}, in graphs", None, row, GRAPHS, "fp32", "auto")
+        yield Work(
+            f"{name}, in graphs, waiting after each", None, row, GRAPHS, "fp32", "auto", True
+        )
     for name, tokens in {"2b-32k-lora": TOKENS, "2b-4k-lora": 4096}.items():
         yield Work(name, None, Load(tuple(log_normal_lengths(tokens))), ADAPTERS, "fp32")
     yield Work("2b-8x2048-padded", None, Load(tuple(batch_lengths(8, 2048, 0.34)), "padded"), both)
@@ -207,6 +221,7 @@ def main() -> None:
             for work in (work for work in found if work.model == kind):
                 inputs = work.load.inputs(model.config.vocab_size, clock.device)
                 step = step_of(model.base_model, [inputs])
+                step = waiting(step) if work.waits else step
                 for row in compare(work.name, model, step, work.off, clock):
                     write(options.out, row)
             del model
@@ -216,6 +231,16 @@ def main() -> None:
         if options.device == "cuda" and re.search(options.only, name):
             for row in compare(name, None, head_and_loss(tokens), HEAD, clock):
                 write(options.out, row)
+
+
+def waiting(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the step with a wait for the GPU at its end."""
+
+    def run() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    return run
 
 
 def head_and_loss(tokens: int) -> Callable[[], Any]:
