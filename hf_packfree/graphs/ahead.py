@@ -65,6 +65,7 @@ class Ahead:
         self.taken = 0
         self._credit, self._passed = float(MISSES), 0
         self._launched: Launched | None = None
+        self._embedded: Launched | None = None
 
     def pays(self) -> bool:
         """Whether to launch for the next row: most replays were of use, each of the others took the
@@ -80,13 +81,13 @@ class Ahead:
         """Return the embeddings of a row that a replay was launched for, whatever its documents
         are, or None.
         """
-        found = self._launched
+        found = self._embedded
         return found.embeddings if found and found.given == places_of(given) else None
 
     def launch(self, launched: Launched) -> None:
         """Launch a replay."""
         launched.graph.launch(launched.inputs, launched.pool)
-        self._launched = launched
+        self._launched = self._embedded = launched
 
     def take(self, given: Inputs, packed: PackedSequence) -> Launched | None:
         """Return the replay, now done for the current stream, if it is for these inputs and
@@ -102,6 +103,11 @@ class Ahead:
         return found
 
     def drop(self) -> None:
+        """Forget a replay whose result nobody takes, and its row's embeddings."""
+        self.drop_result()
+        self._embedded = None
+
+    def drop_result(self) -> None:
         """Forget a replay whose result nobody takes."""
         if self._launched is not None:
             self._credit -= 1

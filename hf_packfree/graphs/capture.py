@@ -99,8 +99,8 @@ class Graph:
         pool: the memory, see `Pool`.
         read: the stand-ins for `parameters` that the body reads during the capture, see
             `in_the_place_of`.
-        kept: what holds all else that the body reads, such as frozen weights: it lives as long as
-            the graph, which a backward pass that is still to come keeps.
+        kept: what holds all else that the body reads, such as frozen weights and plans: it lives as
+            long as the graph, which a backward pass that is still to come keeps.
     """
 
     def __init__(

@@ -41,10 +41,10 @@ class Graphs:
         for runner in self._runners.values():
             runner.looked_for(packed)
 
-    def drop_ahead(self) -> None:
-        """Forget what was launched for a row that will not run in the text models."""
+    def leave(self) -> None:
+        """See `Runner.leave`."""
         for runner in self._runners.values():
-            runner.ahead.drop()
+            runner.leave()
 
     def of_one(self) -> Runner | None:
         """Return the only text model's runner; None if rows of several were run, or of none."""

@@ -107,7 +107,7 @@ class Runner:
             return
         self._looked = True
         if self._settings is None or not self._settings.hold(trunk):
-            self.ahead.drop()
+            self.ahead.drop_result()
             self.graphs.clear()
             self._given_up.clear()
             self._settings, self._pool = Settings(trunk), None
@@ -115,6 +115,14 @@ class Runner:
             self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
             self._why_not = "the model's settings change with its steps"
+
+    def leave(self) -> None:
+        """Forget what was launched for a row that will not come to `run`, and compare if `look` was
+        to later: graphs of other settings keep memory.
+        """
+        self.ahead.drop()
+        if not self._looked:
+            self._compare()
 
     def looked_for(self, packed: PackedSequence) -> None:
         """Note that `look`, or `run_ahead`, has compared for this record; `run` will not again."""
@@ -343,7 +351,8 @@ class Runner:
                     parameters,
                     self._pool,
                     read,
-                    self._settings,
+                    # the backward graph reads plans, too
+                    (self._settings, packed),
                 )
             return Captured(graph, packed, plans_of(packed, bucket, self._pool))
         except NotCapturable as error:

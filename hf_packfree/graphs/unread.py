@@ -67,7 +67,9 @@ class Plans:
 
     def __init__(self, packed: CapturedSequence, bucket: Bucket, pool: Pool) -> None:
         self._packed, self._bucket = packed, bucket
-        self._starts = torch.zeros(bucket.tokens, dtype=torch.bool, device=packed.seq_idx.device)
+        # and one more, the end of a row that fills the bucket
+        size, device = bucket.tokens + 1, packed.seq_idx.device
+        self._starts = torch.zeros(size, dtype=torch.bool, device=device)
         with torch.cuda.device_of(self._starts):
             # first outside of the capture, in which no kernel may be loaded
             self._write()
@@ -75,7 +77,7 @@ class Plans:
                 self._write()
 
     def _write(self) -> None:
-        self._packed.become(UnreadSequence.of(self._starts, self._bucket))
+        self._packed.become(UnreadSequence.of(self._starts[:-1], self._bucket))
 
     def write(self, starts: Tensor) -> None:
         """Write the plans of a row.
@@ -85,16 +87,14 @@ class Plans:
         """
         tokens = len(starts)
         self._starts[:tokens].copy_(starts)
-        if tokens < len(self._starts):
-            # padding is one document more
-            self._starts[tokens:].zero_()[0].fill_(True)
+        # padding is one document more
+        self._starts[tokens:].zero_()[0].fill_(True)
         self._replay()
 
     def write_for(self, packed: PackedSequence) -> None:
         """Write the plans of a row that the bucket holds."""
-        full = packed.num_tokens == len(self._starts)
-        starts = packed.cu_seqlens[:-1] if full else packed.cu_seqlens
-        self._starts.zero_().index_fill_(0, starts.long(), True)
+        starts = packed.cu_seqlens.to(self._starts.device, torch.int64, non_blocking=True)
+        self._starts.zero_().index_fill_(0, starts, True)
         self._replay()
 
     def _replay(self) -> None:

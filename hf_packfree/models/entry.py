@@ -78,7 +78,7 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
             )
         finally:
             if replays and not isinstance(found, PackedSequence):
-                state.graphs.drop_ahead()
+                state.graphs.leave()
         if replays and isinstance(found, PackedSequence):
             state.graphs.looked_for(found)
     packed: PackedSequence | None = None if found is UNPACKED else found

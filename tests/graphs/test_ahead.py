@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from unittest import mock
 
@@ -14,17 +16,20 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BoundaryError
-from hf_packfree.graphs import ahead
+from hf_packfree.graphs import ahead, captured
 from hf_packfree.graphs.ahead import MISSES, Ahead
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket
 from hf_packfree.graphs.captured_sequence import CapturedSequence, OtherPlan
+from hf_packfree.graphs.runner import Runner
 from hf_packfree.graphs.unread import Plans, UnreadSequence
+from hf_packfree.models import entry
 from hf_packfree.models.qwen3_5 import tiny_config
 from hf_packfree.ops.attention.triton_native import plan_blocks
 from hf_packfree.ops.conv.triton_native import plan_masks
 from hf_packfree.ops.fla_support import plan_chunks
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
+from hf_packfree.packing.opaque import replaced
 from tests.graphs import on_cpu
 from tests.support import GRADIENT_TOL, LOGIT_TOL, relative_rms, runner_of
 
@@ -195,12 +200,20 @@ def _launches(monkeypatch):
     return launched
 
 
-def test_a_row_is_embedded_once(model, monkeypatch):
-    """Its noise is drawn once, and ranks that shard the embedding gather it as often."""
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_row_is_embedded_once(model, changed, monkeypatch):
+    """Its noise is drawn once, and ranks that shard the embedding gather it as often; also where a
+    replay turns out to be on other settings.
+    """
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed)
     embedded, launched = [], _launches(monkeypatch)
     model.get_input_embeddings().register_forward_hook(lambda *args: embedded.append(0))
+    if changed:
+        model.model.layers[0].input_layernorm.eps = 0.5
+        step(model, ROWS[0])
+        assert len(embedded) == len(launched) == 1
+        return
     for lengths in (ROWS[0], ONE_TOKEN_AT_THE_END, ROWS[1]):
         step(model, lengths)
     assert len(embedded) == len(launched) == 3
@@ -329,3 +342,83 @@ def test_a_record_that_nobody_compared_for_is_compared_in_the_run(model, monkeyp
     model.model.layers[0].input_layernorm.eps = 0.5
     step(model, ROWS[0])
     assert before.isdisjoint(each.graph for each in runner_of(model).graphs.values())
+
+
+def test_graphs_of_other_settings_keep_no_memory(model):
+    """Though no row comes to the graphs: here upstream runs it, without reading its positions in the
+    way in which a row is launched.
+    """
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    assert runner_of(model).graphs
+    model.model.layers[0].input_layernorm.eps = 0.5
+    ids = torch.randint(1, 100, (2, 20))
+    positions = torch.arange(20).expand(2, -1)
+    model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
+    assert not runner_of(model).graphs
+
+
+def test_plans_live_as_long_as_a_backward_pass_reads_them(model):
+    """A setting that changes between a row's forward and its backward pass drops the graph for new
+    rows.
+    """
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    loss = model(**inputs_of(ROWS[0]), labels=inputs_of(ROWS[0])["input_ids"]).loss
+    (found,) = (each for each in runner_of(model).graphs.values() if not each.graph.is_free)
+    graph, packed = found.graph, weakref.ref(found.packed)
+    del found
+    # what the stand-in keeps, and a CUDA graph does not
+    for name in ("body", "live", "nodes"):
+        vars(graph).pop(name, None)
+    model.model.layers[0].input_layernorm.eps = 0.5
+    step(model, ROWS[1])
+    gc.collect()
+    assert not graph.is_free and packed() is not None
+    del loss, graph
+    gc.collect()
+    assert packed() is None
+
+
+def test_settings_are_compared_before_the_host_waits(model, monkeypatch):
+    """Where nothing is launched meanwhile; and in a row that is launched, behind the launch."""
+    happened, compare, launch = [], Runner._compare, Ahead.launch
+    monkeypatch.setattr(
+        Runner, "_compare", lambda runner: happened.append("compared") or compare(runner)
+    )
+    monkeypatch.setattr(Ahead, "launch", lambda *args: happened.append("launched") or launch(*args))
+    read = entry.read_call
+    monkeypatch.setattr(
+        entry, "read_call", lambda *args, **named: happened.append("read") or read(*args, **named)
+    )
+    step(model, ROWS[0])
+    happened.clear()
+    step(model, ROWS[0])
+    assert happened == ["compared", "read"]
+    happened.clear()
+    step(model, ROWS[1])
+    assert happened == ["read", "launched", "compared"]
+
+
+def test_plans_of_documents_that_the_host_knows_are_written_by_the_graph(model, monkeypatch):
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed)
+    written, replay = [], Plans._replay
+    monkeypatch.setattr(Plans, "_replay", lambda plans: written.append(plans) or replay(plans))
+    monkeypatch.setattr(captured, "in_bucket", None)
+    ids = inputs_of(ROWS[0])["input_ids"]
+    before = runner_of(model).replayed
+    record = PackedSequence.from_lengths(list(ROWS[0]))
+    model(input_ids=ids, labels=ids, packed_sequence=record).loss.backward()
+    assert len(written) == 1 and runner_of(model).replayed == before + 1
+
+
+def test_a_row_that_ends_in_a_document_without_tokens():
+    packed = PackedSequence.from_lengths([40, 24])
+    offsets = torch.tensor([0, 40, 64, 64], dtype=torch.int32)
+    empty = replaced(packed, cu_seqlens=offsets, cu_seqlens_cpu=offsets)
+    bucket = Bucket(64, 16, 64)
+    made = CapturedSequence.of(in_bucket(on_host(packed), bucket))
+    with mock.patch.object(Plans, "_replay", Plans._write):
+        Plans(made, bucket, mock.Mock(capture=nullcontext)).write_for(empty)
+    assert all(torch.equal(*pair) for pair in made.pairs(in_bucket(on_host(empty), bucket)))

@@ -85,7 +85,7 @@ def test_far_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("expected", [Expected(), Expected(uniform=True), Expected(entropy=True)])
-def test_the_whole_operation(expected):
+def test_the_whole_operation(expected, launched):
     generator = torch.Generator().manual_seed(0)
     x, weight, given = (
         torch.randn(*shape, generator=generator) for shape in ((40, 8), (30, 8), (2, 40))
@@ -114,3 +114,4 @@ def test_the_whole_operation(expected):
     )
     for one, other in zip(found, wanted):
         assert relative_rms(one, other) <= 2e-6
+    assert launched == KERNELS | {"scaled"}
