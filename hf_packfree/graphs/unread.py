@@ -53,8 +53,8 @@ class UnreadSequence(PackedSequence):
 
 
 class Plans:
-    """Writes the plans of a bucket's rows on the device, given where their documents start: some
-    sixty small kernels, which the host starts at once.
+    """Writes the plans of a bucket's rows on the device, given where their documents start: many
+    small kernels, which the host starts at once.
 
     Args:
         packed: the record that the plans are written into.

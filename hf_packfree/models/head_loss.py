@@ -98,7 +98,7 @@ class DeferredLayer:
     Attributes:
         made: the lazy logits, the product; None where the layer itself computed the logits.
         returned: the lazy logits as the caller got them: FSDP may have cast them.
-        backend: what computes the loss of the lazy logits.
+        loss_backend: what computes the loss of the lazy logits.
         until_loss: whether a scale or a softcap of the logits is lazy, too, until the loss is
             called.
     """
@@ -107,7 +107,7 @@ class DeferredLayer:
         self._head, self._name = head, name
         self.made: LazyTensor | None = None
         self.returned: Tensor | None = None
-        self.backend: Any = None
+        self.loss_backend: Any = None
         self.until_loss = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class DeferredLayer:
         )
         if parts is None or kernels is None or kernels["loss"] == "upstream":
             return F.linear(hidden, layer.weight, layer.bias)
-        self.backend = LOSS.backend(kernels["loss"])
+        self.loss_backend = LOSS.backend(kernels["loss"])
         self.made = lazy_logits(*parts, lambda: gathered(layer), kernels["loss"])
         head_scales(self.made, self.until_loss)
         return self.made
@@ -239,7 +239,7 @@ class LossOfCall:
             # transformers' loss raises on a CPU; on a GPU the loss is NaN
             return None
         with self.deferred.whole_weights():
-            total = loss_of(logits, targets, self.deferred.backend)
+            total = loss_of(logits, targets, self.deferred.loss_backend)
         items = given.get("num_items_in_batch")
         # without targets, the mean is zero here, and so are its gradients
         if items is None:

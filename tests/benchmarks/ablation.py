@@ -4,10 +4,10 @@ turns on a GPU.
     python -m tests.benchmarks.ablation --out DIR [--only REGEX]
     python -m tests.benchmarks.ablation --out DIR --device cpu --tiny     # a trial of the script itself
 
-A step is the trunk's forward and backward, bf16, without optimizer, or those of head and loss. Rows go to DIR/ablation.jsonl,
-after a line that says machine and source: the workload, what was off, the median in ms, and the
-ratio to the step with nothing off, both timed in the same turns. `python -m tests.benchmarks.report
---write` makes the table of docs/performance.md from it.
+A step is the trunk's forward and backward, bf16, without optimizer, or those of head and loss.
+Rows go to DIR/ablation.jsonl, after a line that says machine and source: the workload, what was
+off, the median in ms, and the ratio to the step with nothing off, both timed in the same turns.
+`python -m tests.benchmarks.report --write` makes the table of docs/performance.md from it.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _plans(model: nn.Module) -> AbstractContextManager[Any]:
     return mock.patch.object(Plans, "_replay", Plans._write)
 
 
-def _one_number(model: Any) -> AbstractContextManager[Any]:
+def _scaled_gradients(model: Any) -> AbstractContextManager[Any]:
     """torch multiplies the gradients of head and loss by the loss's own."""
     others = replace(LOSS.backends["triton"], scaled=scaled)
     return mock.patch.dict(LOSS.backends, {"triton": others})
@@ -144,7 +144,7 @@ GRAPHS: Mapping[str, Off] = {
     "replay ahead": _ahead,
     "graph of plans": _plans,
 }
-HEAD: Mapping[str, Off] = {"nothing": HOST["nothing"], "product with a number": _one_number}
+HEAD: Mapping[str, Off] = {"nothing": HOST["nothing"], "scaled gradients": _scaled_gradients}
 
 
 class Work(NamedTuple):

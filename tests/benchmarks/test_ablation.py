@@ -67,6 +67,6 @@ def test_without_three_parts_a_norm_has_no_spare_columns(adapted, monkeypatch):
 
 def test_without_its_kernel_torch_multiplies_gradients_by_the_losss():
     ours = LOSS.backend("triton")
-    with ablation.HEAD["product with a number"](None):
+    with ablation.HEAD["scaled gradients"](None):
         assert LOSS.backend("triton") == replace(ours, scaled=scaled)
     assert LOSS.backend("triton") is ours and ours.scaled is triton_scaled

@@ -71,7 +71,7 @@ def test_plans_are_written_anew_for_each_row(rows):
     """Whatever lengths, numbers of documents and padding the row before had, and whether the host
     knows the documents.
     """
-    rows.append([64] * 9 + [64])
+    rows.append([64] * 10)
     bucket = Bucket(640, 16, 640)
     records = [in_bucket(on_host(PackedSequence.from_lengths(row)), bucket) for row in rows]
     captured = CapturedSequence.of(records[0])

@@ -203,7 +203,7 @@ def token_gradient(
 
 @triton.jit
 def scaled(gradient, factor, out, count, BLOCK: tl.constexpr):
-    """out = gradient * factor, a scalar, both fp32, over `count` numbers, rounded to out's dtype.
+    """out = gradient * factor, a scalar, both fp32, over `count` elements, rounded to out's dtype.
 
     Grid: blocks of them.
     """

@@ -128,7 +128,7 @@ def test_a_head_leaves_no_large_logits():
 # the interpreter cuts bf16 off instead of rounding it; a GPU test has bf16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(3, 4096), (70, 117), (1, 1), (0, 8)])
-def test_gradients_times_a_number(shape, dtype, launched):
+def test_gradients_times_a_scalar(shape, dtype, launched):
     """Rounded once, whatever the number of blocks; per row, and of doubles, in PyTorch."""
     generator = torch.Generator().manual_seed(0)
     gradient, like = torch.randn(*shape, generator=generator), torch.empty(0, dtype=dtype)
