@@ -22,9 +22,11 @@ from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
 from hf_packfree.once_differentiable import once_differentiable
 
 WARM_UP = 2
-"""Runs before the capture, in which kernels are compiled and libraries allocate their
-workspaces.
+"""Runs before the capture, in which kernels are compiled and libraries loaded: on the capture's
+stream, since nodes of autograd that are not collected yet are bound to theirs.
 """
+IN_THREAD: Any = "thread_local"
+"""The error mode of captures: other threads pin memory for the next batches meanwhile."""
 Body = Callable[..., Tensor]
 
 
@@ -41,6 +43,26 @@ class Row:
         self.done = False
 
 
+class CaptureStream:
+    """A stream on which graphs are captured, with memory for cuBLAS.
+
+    cuBLAS has a workspace for each stream and thread, which a captured product writes into at every
+    replay. One from before the capture is others' memory once torch frees all workspaces, as the
+    CUDA graphs of `torch.compile` make it. The first products of this stream are captured, forward
+    and backward, so that its workspaces are memory of a graph, which is kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        one = torch.ones(16, 16, device=device)
+        with torch.cuda.device_of(one), torch.enable_grad():
+            # first outside of the capture, in which no library may be loaded
+            _multiply(one)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self.stream, capture_error_mode=IN_THREAD):
+                _multiply(one)
+
+
 class Pool:
     """Memory that is shared by graphs that never run at the same time.
 
@@ -48,13 +70,14 @@ class Pool:
     stream.
 
     Args:
+        lane: the stream.
         tokens: of the longest row that is captured, whose memory is enough for shorter ones.
     """
 
-    def __init__(self, device: torch.device, tokens: int) -> None:
+    def __init__(self, device: torch.device, lane: CaptureStream, tokens: int) -> None:
         self.tokens = tokens
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        self._lane, self.stream = lane, lane.stream
         self._device, self._last = device, torch.cuda.current_stream(device)
 
     def follow(self) -> None:
@@ -68,8 +91,7 @@ class Pool:
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture what the block launches; yields the graph."""
         graph = torch.cuda.CUDAGraph()
-        # other threads pin memory for the next batches meanwhile
-        options: Any = {"pool": self.handle, "capture_error_mode": "thread_local"}
+        options: Any = {"pool": self.handle, "capture_error_mode": IN_THREAD}
         with torch.cuda.graph(graph, stream=self.stream, **options):
             yield graph
 
@@ -112,7 +134,7 @@ class Graph:
         read: Sequence[Tensor],
         kept: Any = None,
     ) -> None:
-        self.kept = kept
+        self.kept = kept, pool
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         self.parameters = tuple(parameters)
         self._row: Any = lambda: None
@@ -265,6 +287,12 @@ def free_memory(device: torch.device) -> float:
     """Return which share of the GPU's memory nobody holds, 0 to 1."""
     free, total = torch.cuda.mem_get_info(device)
     return free / total
+
+
+def _multiply(x: Tensor) -> None:
+    x = x.detach().requires_grad_()
+    with torch.autocast(x.device.type, enabled=False):
+        torch.autograd.grad((x @ x).sum(), x)
 
 
 class _Replay(Function):

@@ -17,6 +17,7 @@ from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.ahead import Ahead, Launched, places_of, widest
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
 from hf_packfree.graphs.capture import (
+    CaptureStream,
     Graph,
     Pool,
     forget_failed_capture,
@@ -85,6 +86,7 @@ class Runner:
     _given_up: dict[Any, str] = field(default_factory=dict)
     _settings: Settings | None = None
     _why_not: str | None = None
+    _lanes: dict[torch.device, CaptureStream] = field(default_factory=dict)
     _pool: Pool | None = None
     _looked: bool = False
     _looked_for: weakref.ref[Tensor] | None = None
@@ -314,11 +316,6 @@ class Runner:
             return why
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
-        # the pool is sized by its longest row: for a longer one all graphs are dropped, and
-        # captured again later
-        if self._pool is None or self._pool.tokens < key[0].tokens:
-            self.graphs.clear()
-            self._pool = Pool(inputs[0].device, key[0].tokens)
         self._captures += 1
         found = self._graph(key[0], trunk, layers, inputs, parameters, row)
         if not isinstance(found, str):
@@ -331,6 +328,16 @@ class Runner:
         logger.warning("rows of %s tokens run without a CUDA graph: %s", key[0].tokens, found)
         return found
 
+    def _pool_for(self, device: torch.device, tokens: int) -> Pool:
+        # sized by its longest row: for a longer one all graphs are dropped, and captured again
+        # later
+        if self._pool is None or self._pool.tokens < tokens:
+            self.graphs.clear()
+            if device not in self._lanes:
+                self._lanes[device] = CaptureStream(device)
+            self._pool = Pool(device, self._lanes[device], tokens)
+        return self._pool
+
     def _graph(
         self,
         bucket: Bucket,
@@ -341,20 +348,20 @@ class Runner:
         row: PackedSequence,
     ) -> Captured | str:
         """Return a graph of the layers, or why they cannot be captured."""
-        assert self._pool is not None
         packed = CapturedSequence.of(row)
         try:
+            pool = self._pool_for(inputs[0].device, bucket.tokens)
             with checkpointing.in_capture(trunk), in_the_place_of(parameters, trunk) as read:
                 graph = Graph(
                     lambda embeddings, positions: layers(embeddings, positions, packed),
                     inputs,
                     parameters,
-                    self._pool,
+                    pool,
                     read,
                     # the backward graph reads plans, too
                     (self._settings, packed),
                 )
-            return Captured(graph, packed, plans_of(packed, bucket, self._pool))
+            return Captured(graph, packed, plans_of(packed, bucket, pool))
         except NotCapturable as error:
             # which no other length would change
             self._why_not = str(error)

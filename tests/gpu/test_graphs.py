@@ -14,7 +14,7 @@ from hf_packfree.graphs.bucket import bucket_of, in_bucket, lengthened
 from hf_packfree.models.state import state_of
 from tests.benchmarks.models import put_lora_on, quantise
 from tests.gpu.checks import DEVICE, TRIAL, gpu, record_of, spans
-from tests.gpu.small import NARROW, packed_row, small
+from tests.gpu.small import NARROW, WIDE, packed_row, small
 from tests.integrations.marks import needs
 from tests.support import checkpoint_layers, difference, gradients, runner_of
 
@@ -106,6 +106,25 @@ def test_packings_in_turns(record, lora):
     runner = runner_of(model)
     assert runner.replayed >= 3 * len(ROWS), patch_report(model).cuda_graphs
     assert runner.ahead.taken >= 2 * len(ROWS)
+
+
+def test_a_replay_writes_into_memory_of_its_own(record):
+    """Also after torch freed cuBLAS's workspaces, as `torch.compile(mode="reduce-overhead")` does."""
+    model = small(WIDE, cuda_graphs="auto", unpacked="native")
+    for lengths in ROWS * 2:
+        step(model, lengths)
+    before = runner_of(model).replayed
+    torch._C._cuda_clearCublasWorkspaces()
+    model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    # the workspaces' memory, and more
+    others = [torch.full((32 << 20,), 7, dtype=torch.uint8, device=DEVICE) for _ in range(8)]
+    for number, lengths in enumerate(ROWS):
+        values, grads = both(model, lengths, number)
+        record(f"{lengths[:3]}, values", values, 0.0)
+        record(f"{lengths[:3]}, gradients", grads, 0.0)
+    assert runner_of(model).replayed > before
+    assert all((one == 7).all() for one in others)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -220,9 +239,11 @@ def test_gradients_are_not_copied(record):
 
 
 def of_pools() -> int:
-    """Return the bytes that graphs keep."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(one["total_size"] for one in segments if one["segment_pool_id"] != (0, 0))
+    """Return the bytes that graphs keep for replays, without those of tensors: cuBLAS's workspaces
+    have one size, whatever the layers keep.
+    """
+    pools = [one for one in torch.cuda.memory_snapshot() if one["segment_pool_id"] != (0, 0)]
+    return sum(one["total_size"] - one["allocated_size"] for one in pools)
 
 
 def test_influence_is_zero(record):

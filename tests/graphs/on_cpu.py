@@ -71,7 +71,7 @@ class Again(capture.Graph):
 class OnACPU(capture.Pool):
     """Memory that nobody shares, and streams that a test names."""
 
-    def __init__(self, device, tokens):
+    def __init__(self, device, lane, tokens):
         self.tokens, self.running = tokens, False
         self._device, self._last = device, torch.cuda.current_stream(device)
 
@@ -102,6 +102,7 @@ def let_capture(monkeypatch: Any) -> None:
     monkeypatch.setattr(runner, "Graph", Again)
     monkeypatch.setattr(gradient_buffers, "tensor_at", tensor_at)
     monkeypatch.setattr(runner, "Pool", OnACPU)
+    monkeypatch.setattr(runner, "CaptureStream", lambda device: None)
     monkeypatch.setattr(unread.Plans, "_replay", unread.Plans._write)
     monkeypatch.setattr(runner, "why_not", lambda module: None)
     monkeypatch.setattr(runner, "free_memory", lambda device: runner.SPARE)
