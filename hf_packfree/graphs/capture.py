@@ -70,14 +70,14 @@ class Pool:
     stream.
 
     Args:
-        lane: the stream.
+        stream: on which graphs are captured.
         tokens: of the longest row that is captured, whose memory is enough for shorter ones.
     """
 
-    def __init__(self, device: torch.device, lane: CaptureStream, tokens: int) -> None:
+    def __init__(self, device: torch.device, stream: CaptureStream, tokens: int) -> None:
         self.tokens = tokens
         self.handle = torch.cuda.graph_pool_handle()
-        self._lane, self.stream = lane, lane.stream
+        self._kept, self.stream = stream, stream.stream
         self._device, self._last = device, torch.cuda.current_stream(device)
 
     def follow(self) -> None:
@@ -134,6 +134,7 @@ class Graph:
         read: Sequence[Tensor],
         kept: Any = None,
     ) -> None:
+        # the pool, too: its stream has the memory of cuBLAS's workspaces
         self.kept = kept, pool
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         self.parameters = tuple(parameters)

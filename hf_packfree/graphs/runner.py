@@ -86,7 +86,7 @@ class Runner:
     _given_up: dict[Any, str] = field(default_factory=dict)
     _settings: Settings | None = None
     _why_not: str | None = None
-    _lanes: dict[torch.device, CaptureStream] = field(default_factory=dict)
+    _streams: dict[torch.device, CaptureStream] = field(default_factory=dict)
     _pool: Pool | None = None
     _looked: bool = False
     _looked_for: weakref.ref[Tensor] | None = None
@@ -333,9 +333,9 @@ class Runner:
         # later
         if self._pool is None or self._pool.tokens < tokens:
             self.graphs.clear()
-            if device not in self._lanes:
-                self._lanes[device] = CaptureStream(device)
-            self._pool = Pool(device, self._lanes[device], tokens)
+            if device not in self._streams:
+                self._streams[device] = CaptureStream(device)
+            self._pool = Pool(device, self._streams[device], tokens)
         return self._pool
 
     def _graph(

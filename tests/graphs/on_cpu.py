@@ -71,7 +71,7 @@ class Again(capture.Graph):
 class OnACPU(capture.Pool):
     """Memory that nobody shares, and streams that a test names."""
 
-    def __init__(self, device, lane, tokens):
+    def __init__(self, device, stream, tokens):
         self.tokens, self.running = tokens, False
         self._device, self._last = device, torch.cuda.current_stream(device)
 
