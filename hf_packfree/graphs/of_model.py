@@ -60,6 +60,10 @@ class Graphs:
         ahead = sum(runner.ahead.taken for runner in runners)
         said += f", {ahead} of them launched before their boundaries were read" if ahead else ""
         said += f" (of up to {', '.join(map(str, lengths))} tokens)" if lengths else ""
+        copies = [runner.rounded for runner in runners]
+        if count := sum(map(len, copies)):
+            mib = sum(each.nbytes for each in copies) / 2**20
+            said += f"; {count} fp32 weights were rounded once a step, in copies of {mib:,.0f} MiB"
         why = ", ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
         return f"CUDA graphs: {said}" + (f"; without: {why}" if why else "")
 

@@ -26,16 +26,13 @@ from hf_packfree.graphs.capture import (
 )
 from hf_packfree.graphs.captured import Captured
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
-from hf_packfree.graphs.settings import Settings, why_not
+from hf_packfree.graphs.settings import Settings, why_not, why_not_row
 from hf_packfree.graphs.unread import plans_of
+from hf_packfree.ops.fused.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
 
 logger = logging.getLogger("hf_packfree")
-LONGEST = 8192
-"""The most tokens of a captured row: with more, the GPU takes longer than the host anyway
-(docs/performance.md).
-"""
 SEEN = 2
 """The number of rows of a bucket with which its graph is captured."""
 LENGTHS = 2
@@ -52,6 +49,8 @@ SPARE = 1 / 8
 """The share of the GPU's memory that a graph leaves to what is not captured: loss, optimizer,
 evaluation. A graph's memory is its own from then on.
 """
+SPARE_OF_COPIES = 1 / 4
+"""The share of the GPU's memory that rounded copies of weights leave, to graphs among others."""
 Embed = Callable[[Tensor], Tensor]
 """Takes a row's ids [1, T], or its embeddings; returns its embeddings, [1, T, D]."""
 Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
@@ -72,6 +71,7 @@ class Runner:
         ahead: rows that were replayed before the host had read their documents.
         output: the class of upstream's output.
         given: the dtype of the last row's ids, or of its embeddings.
+        rounded: the copies of fp32 weights that graphs read under autocast.
     """
 
     trunk: weakref.ref[nn.Module]
@@ -81,6 +81,7 @@ class Runner:
     ahead: Ahead = field(default_factory=Ahead)
     output: Any = None
     given: torch.dtype | None = None
+    rounded: RoundedWeights = field(default_factory=RoundedWeights)
     _seen: Counter[Any] = field(default_factory=Counter)
     _lengths: set[int] = field(default_factory=set)
     _given_up: dict[Any, str] = field(default_factory=dict)
@@ -113,6 +114,7 @@ class Runner:
             self.graphs.clear()
             self._given_up.clear()
             self._settings, self._pool = Settings(trunk), None
+            self.rounded = RoundedWeights(trunk.parameters())
             self._changes, self._captures = self._changes + 1, 0
             self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
@@ -164,6 +166,7 @@ class Runner:
             return
         assert self._pool is not None and captured.plans is not None
         captured.plans.write(starts)
+        self.rounded.refresh()
         inputs, places = _lengthened(embeddings, positions, key[0]), places_of((given, positions))
         self.ahead.launch(
             Launched(key, captured.graph, embeddings, inputs, self._pool, places, on_host)
@@ -187,7 +190,7 @@ class Runner:
             self.look()
         self._looked_for = None
         self.given = given.dtype
-        found: Tensor | str | None = why_not or self._why_not or _why_not_row(packed)
+        found: Tensor | str | None = why_not or self._why_not or why_not_row(packed)
         embeddings = self.ahead.embeddings((given, positions))
         if found is None:
             found = self._take(given, positions, packed)
@@ -286,6 +289,7 @@ class Runner:
             captured.write_for(packed, key[0])
         except OtherPlan:
             return "its kernels' plan is not a table of the bucket's size"
+        self.rounded.refresh()
         return captured.graph.replay(*inputs)[:, : packed.num_tokens]
 
     def _in_use(self) -> str | None:
@@ -348,19 +352,23 @@ class Runner:
         row: PackedSequence,
     ) -> Captured | str:
         """Return a graph of the layers, or why they cannot be captured."""
-        packed = CapturedSequence.of(row)
+        packed, device = CapturedSequence.of(row), inputs[0].device
+        rounded = self.rounded
+
+        def body(embeddings: Tensor, positions: Tensor) -> Tensor:
+            rounded.allocate(SPARE_OF_COPIES)
+            return layers(embeddings, positions, packed)
+
         try:
-            pool = self._pool_for(inputs[0].device, bucket.tokens)
-            with checkpointing.in_capture(trunk), in_the_place_of(parameters, trunk) as read:
-                graph = Graph(
-                    lambda embeddings, positions: layers(embeddings, positions, packed),
-                    inputs,
-                    parameters,
-                    pool,
-                    read,
-                    # the backward graph reads plans, too
-                    (self._settings, packed),
-                )
+            pool = self._pool_for(device, bucket.tokens)
+            with (
+                checkpointing.in_capture(trunk),
+                in_the_place_of(parameters, trunk) as read,
+                rounded.in_use(),
+            ):
+                # the backward graph reads plans and weights, too
+                kept = self._settings, packed, rounded
+                graph = Graph(body, inputs, parameters, pool, read, kept)
             return Captured(graph, packed, plans_of(packed, bucket, pool))
         except NotCapturable as error:
             # which no other length would change
@@ -370,7 +378,7 @@ class Runner:
             # other graphs draw random numbers from the state that the failed capture spoiled
             self.graphs.clear()
             self._pool = None
-            forget_failed_capture(inputs[0].device)
+            forget_failed_capture(device)
             why = f"the capture failed: {str(error).splitlines()[0]}"
             # no length was captured, so that it is not for its length that this one failed
             if self._captures == 1 and not ran_out(error):
@@ -386,13 +394,3 @@ def _kind(embeddings: Tensor, positions: Tensor) -> Any:
 def _lengthened(embeddings: Tensor, positions: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
     """Return the inputs of the bucket's graph."""
     return lengthened(embeddings, bucket, 1), lengthened(positions, bucket, positions.ndim - 1)
-
-
-def _why_not_row(packed: PackedSequence) -> str | None:
-    if packed.num_tokens > LONGEST:
-        return f"it has more than {LONGEST:,} tokens, for which a graph does not pay"
-    if packed.is_shard:
-        return "ranks share it"
-    if packed.left_pad_segments:
-        return "labels are predicted from its padding"
-    return None

@@ -1,5 +1,5 @@
 """The state that a captured graph depends on besides its inputs: addresses of parameters, settings
-of modules and of torch.
+of modules and of torch; and which models and rows cannot be captured.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.graphs import checkpointing
+from hf_packfree.packing import PackedSequence
 
 _HOOKS = (
     "_forward_hooks",
@@ -21,6 +22,10 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_hf_hook",
 )
+LONGEST = 8192
+"""The most tokens of a captured row: with more, the GPU takes longer than the host anyway
+(docs/performance.md).
+"""
 _WEIGHTS = (Tensor, nn.Parameter)
 _IN_4_BITS = "bitsandbytes.nn.modules", "Params4bit"
 
@@ -146,6 +151,17 @@ def why_not(module: nn.Module) -> str | None:
             devices.add(x.device)
     if len(devices) > 1 or any(device.type != "cuda" for device in devices):
         return f"its weights are on {', '.join(sorted(map(str, devices)))}"
+    return None
+
+
+def why_not_row(packed: PackedSequence) -> str | None:
+    """Return why a row cannot be captured, or None."""
+    if packed.num_tokens > LONGEST:
+        return f"it has more than {LONGEST:,} tokens, for which a graph does not pay"
+    if packed.is_shard:
+        return "ranks share it"
+    if packed.left_pad_segments:
+        return "labels are predicted from its padding"
     return None
 
 

@@ -292,8 +292,8 @@ def _autocast_in_words(model: nn.Module, family: Family, x: torch.Tensor) -> str
     if not is_wide or not under_autocast(x.device) or dtype == torch.float32:
         return ""
     return (
-        f"float32 weights are rounded to {dtype} where a product reads them, forward and backward; "
-        "no copy is kept"
+        f"float32 weights are rounded to {dtype} once a step where CUDA graphs replay it, in "
+        "copies that are kept; else where a product reads them, forward and backward"
     ).replace("torch.", "")
 
 

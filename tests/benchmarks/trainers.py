@@ -16,6 +16,7 @@ does not. "logged" is what the last log said.
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Container
@@ -23,12 +24,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
+from hf_packfree.graphs import runner
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, put_lora_on, quantise, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape
@@ -52,11 +55,28 @@ class WalksThrough(PackFreeCallback):
         self._run.remembered.take_off()
 
 
+class RoundsInProducts(PackFreeCallback):
+    """Keeps no copies of fp32 weights (`hf_packfree.ops.fused.rounded_weights`)."""
+
+    _none = mock.patch.object(runner, "SPARE_OF_COPIES", 1.0)
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin the training."""
+        self._none.start()
+        super().on_train_begin(*args, **kwargs)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """End the training."""
+        super().on_train_end(*args, **kwargs)
+        self._none.stop()
+
+
 # {its name: (the model, its callback, the Trainer's arguments)}
 VARIANTS: dict[str, tuple[Variant, Callable[[], PackFreeCallback] | None, dict[str, Any]]] = {
     "packfree": (PATCHED, PackFreeCallback, {}),
     "packfree, no waits": (PATCHED, PackFreeCallback, NO_WAITS),
     "packfree, modules not remembered": (PATCHED, WalksThrough, {}),
+    "packfree, weights rounded in each product": (PATCHED, RoundsInProducts, {}),
     "packfree, no graphs": (PATCHED, partial(PackFreeCallback, cuda_graphs="never"), {}),
     "composed without packfree": (COMPOSED, None, {}),
     "unpatched packed": (UNPATCHED_CONV, None, {}),
@@ -79,6 +99,9 @@ class StepTimes(TrainerCallback):
         """Note the time."""
         self.seen += 1
         if self.numbers is None or self.seen in self.numbers:
+            if not self.ends:
+                # what loading and capturing left; a long training hardly ever collects it
+                gc.collect()
             self.wait()
             self.ends.append(time.perf_counter())
 

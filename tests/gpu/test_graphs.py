@@ -4,6 +4,7 @@ other in a bucket.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -381,8 +382,50 @@ def test_evaluation_and_hooks_run_without():
     assert "layers.1 has hooks" in patch_report(model).cuda_graphs
 
 
+WRITES: dict[str, Any] = {
+    "nobody": lambda model: None,
+    "in place": lambda model: [each.mul_(1.01) for each in model.parameters()],
+    "through .data": lambda model: [each.data.mul_(1.01) for each in model.parameters()],
+    "other memory": lambda model: [
+        setattr(each, "data", each.data * 1.01) for each in model.parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_frozen_fp32_weights_are_rounded_once(record, write, checkpointing):
+    """And again when they were written, by whatever way: bits stay those of rounding them in every
+    product.
+    """
+    model = small(NARROW, torch.float32, cuda_graphs="auto", unpacked="native")
+    put_lora_on(model, "fp32", False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    if checkpointing:
+        checkpoint_layers(model, reentrant=False)
+    with torch.autocast("cuda", torch.bfloat16):
+        for lengths in ROWS[:2] * 3:
+            step(model, lengths)
+    before, seen = runner_of(model).replayed, []
+    for turn in range(4):
+        with torch.autocast("cuda", torch.bfloat16):
+            values, grads = both(model, ROWS[turn % 2])
+            seen.append(step(model, ROWS[0]))
+        record(f"{write}, turn {turn}, values", values, 0.0)
+        record(f"{write}, turn {turn}, gradients", grads, 0.0)
+        with torch.no_grad():
+            WRITES[write](model)
+    same = [torch.equal(*pair) for pair in pairwise(seen)]
+    assert same == [write == "nobody"] * 3
+    assert runner_of(model).replayed >= before + (0 if write == "other memory" else 8)
+    if write != "other memory":
+        assert len(runner_of(model).rounded) > 0, patch_report(model).cuda_graphs
+
+
 def test_autocast(record):
-    """fp32 weights are rounded in the graph, so that those of the step are read."""
+    """Trained fp32 weights are rounded in every step, so that those of the step are read."""
     model = small(NARROW, torch.float32, cuda_graphs="auto")
     with torch.autocast("cuda", torch.bfloat16):
         for lengths in ROWS[:2] * 2:

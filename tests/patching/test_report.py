@@ -222,8 +222,8 @@ def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
     changed = {"delta_rule": "flash_qla", "attention": "triton"}
     assert under_bf16.implementations == plain | changed
     assert under_bf16.autocast in str(under_bf16) and under_bf16.autocast == (
-        "float32 weights are rounded to bfloat16 where a product reads them, forward and backward; "
-        "no copy is kept"
+        "float32 weights are rounded to bfloat16 once a step where CUDA graphs replay it, in copies "
+        "that are kept; else where a product reads them, forward and backward"
     )
     assert patch_report(model).implementations == plain
 

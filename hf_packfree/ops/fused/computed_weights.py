@@ -1,9 +1,10 @@
-"""Weights that are computed from another tensor for each product, forward and backward, and never
+"""Weights that are computed from another tensor for each product, forward and backward, and not
 kept.
 
 They are dequantised from 4 bits (QLoRA, arXiv:2305.14314), or have their rows scaled by DoRA's
 magnitude (arXiv:2402.09353), or are rounded as autocast rounds. A cached copy would go stale after
-a write that autograd does not see, such as `weight.data.copy_()`.
+a write that autograd does not see, such as `weight.data.copy_()`; those of `rounded_weights` are
+refreshed in every step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.fused.lora_products import product_in
+from hf_packfree.ops.fused.lora_products import cat, product_in
+from hf_packfree.ops.fused.rounded_weights import RoundedWeight, copy_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class ComputedWeight:
         compute: returns W [F, D], given the source.
         gradient: maps dW, in fp32 (on GPUs never rounded before), to the source's gradient; None:
             frozen.
+        copy: what `compute` reads, for a weight that is rounded once a step.
     """
 
     source: Tensor
@@ -36,6 +39,7 @@ class ComputedWeight:
     dtype: torch.dtype
     compute: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor], Tensor] | None = None
+    copy: RoundedWeight | None = None
 
 
 Weight = Tensor | ComputedWeight
@@ -47,9 +51,12 @@ def materialize(weight: Weight) -> Tensor:
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> ComputedWeight:
-    """Return a weight [F, D] that is rounded to `dtype` where a product reads it."""
+    """Return a weight [F, D] that is rounded to `dtype` where a product reads it, or once a step
+    where copies are in use.
+    """
     to, back = partial(torch.Tensor.to, dtype=dtype), partial(torch.Tensor.to, dtype=weight.dtype)
-    return ComputedWeight(weight, weight.shape, dtype, to, back)
+    copy = copy_of(weight, dtype)
+    return ComputedWeight(weight, weight.shape, dtype, copy.read if copy else to, back, copy)
 
 
 def scaled(weight: Weight, scale: Tensor, dtype: torch.dtype) -> ComputedWeight:
@@ -91,6 +98,25 @@ class Weights:
         """Return the weights of several layers, all materialised."""
         pairs = zip(self._sources[layers], self._computed[layers])
         return [source if how is None else how.compute(source) for source, how in pairs]
+
+    @property
+    def in_features(self) -> int:
+        """D."""
+        source, how = self._sources[0], self._computed[0]
+        return source.shape[1] if how is None else how.shape[1]
+
+    def beside(self, layer: int, B: Tensor) -> Tensor:
+        """Return [W, B], [F, D + K], of one layer, given B [F, K]."""
+        how = self._computed[layer]
+        found = how.copy.beside(B) if how is not None and how.copy is not None else None
+        return cat([self[layer], B], 1) if found is None else found
+
+    def above(self, layers: slice, A: Tensor) -> Tensor:
+        """Return the weights of several layers, and A [K, D], one below the other."""
+        computed = self._computed[layers]
+        how = computed[0] if len(computed) == 1 else None
+        found = how.copy.above(A) if how is not None and how.copy is not None else None
+        return cat([*self.of(layers), A], 0) if found is None else found
 
     def gradients(
         self, layers: slice, out_features: Sequence[int], d_out: Tensor, x: Tensor

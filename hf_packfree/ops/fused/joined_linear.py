@@ -143,15 +143,15 @@ class JoinedLinear:
         summed in fp32 and rounded once.
         """
         assert self.adapters is not None
-        weight, B = self.weights[layer], self.adapters.factor_B(layer)
+        B = self.adapters.factor_B(layer)
         if B is None:
-            return linear(x, weight)
+            return linear(x, self.weights[layer])
         # h may have more columns, of other layers' adapters
         columns = B.shape[1]
         if x_and_h is None:
             added = linear(h[:, :columns], B.to(h.dtype))
-            return added.to(x.dtype).addmm_(x, weight.T)
-        return linear(x_and_h[:, : weight.shape[1] + columns], cat([weight, B], 1))
+            return added.to(x.dtype).addmm_(x, self.weights[layer].T)
+        return linear(x_and_h[:, : x.shape[1] + columns], self.weights.beside(layer, B))
 
     def _without_adapters(self, x: Tensor) -> list[Tensor]:
         batch_invariant, outs = self.spec.batch_invariant, list[Tensor]()
@@ -200,15 +200,14 @@ class JoinedBackward:
         """Return the gradient of x, [T, D]."""
         (group, d_out), *others = self.groups
         weights, adapters = self.layers.weights, self.layers.adapters
-        weight = cat(weights.of(group), 0)
         # one product copies d_out [T, F], two products read and write d_x [T, D]: the smaller wins
-        short = d_out.shape[1] <= weight.shape[1]
+        short = d_out.shape[1] <= weights.in_features
         if adapters is None:
-            d_x = torch.mm(d_out, weight)
+            d_x = torch.mm(d_out, cat(weights.of(group), 0))
         elif short and (A := adapters.factor_A(d_out.dtype)) is not None:
-            d_x = _append_h(d_out, self.d_h, self.padded) @ cat([weight, A], 0)
+            d_x = _append_h(d_out, self.d_h, self.padded) @ weights.above(group, A)
         else:
-            d_x = adapters.d_x(self.d_h, d_out.dtype).addmm_(d_out, weight)
+            d_x = adapters.d_x(self.d_h, d_out.dtype).addmm_(d_out, cat(weights.of(group), 0))
         for group, d_out in others:
             d_x.addmm_(d_out, cat(weights.of(group), 0))
         return d_x

@@ -39,6 +39,7 @@ from hf_packfree.ops.fused import (
     swiglu_mlp,
 )
 from hf_packfree.ops.fused.lora import Adapter, LoraLinear
+from hf_packfree.ops.fused.rounded_weights import RoundedWeights
 from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
 from hf_packfree.packing import PackedSequence
 from tests.support import loss_after
@@ -81,6 +82,11 @@ def compile_all() -> Failures:
         torch.tensor([0, 2], dtype=torch.int32),
         **TRITON,
     )
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = torch.randn(INNER, WIDTH)
+        copies = RoundedWeights([weight])
+        copies.of(weight, dtype)
+        copies.allocate(spare=0.0)
     return failures
 
 

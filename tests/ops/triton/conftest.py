@@ -87,3 +87,21 @@ def launched(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def short_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     """The convolution's programs have 16 tokens: the interpreter takes every strip to its end."""
     monkeypatch.setattr(import_module("hf_packfree.ops.conv.triton_native"), "_STRIP", 16)
+
+
+@pytest.fixture
+def rounds_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter round to the nearest bf16 as a GPU does, where it cuts off."""
+    tl = pytest.importorskip("triton.language")
+    from triton.runtime import interpreter
+
+    cut = interpreter._convert_float
+
+    def nearest(x, source, to, mode):
+        if (source, to) != (tl.float32, tl.bfloat16):
+            return cut(x, source, to, mode)
+        return (
+            torch.from_numpy(x.copy()).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
+        )
+
+    monkeypatch.setattr(interpreter, "_convert_float", nearest)

@@ -39,22 +39,6 @@ def called(monkeypatch):
     return seen
 
 
-@pytest.fixture
-def rounds_to_bf16(monkeypatch):
-    """Let the interpreter round to the nearest bf16 as a GPU does, where it cuts off."""
-    tl = pytest.importorskip("triton.language")
-    from triton.runtime import interpreter
-
-    cut = interpreter._convert_float
-
-    def nearest(x, source, to, mode):
-        if (source, to) != (tl.float32, tl.bfloat16):
-            return cut(x, source, to, mode)
-        return torch.from_numpy(x.copy()).to(BF16).view(torch.int16).numpy().view("uint16")
-
-    monkeypatch.setattr(interpreter, "_convert_float", nearest)
-
-
 MODELS = {
     "full": lambda model: model,
     "LoRA": lora,

@@ -1,0 +1,222 @@
+"""fp32 weights rounded to the half precision of autocast once a step, instead of in every product.
+
+For CUDA graphs: their runner knows when a step begins, and that the weights are where they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hf_packfree.ops.launch import launch
+
+# rows of a program of `round_changed`
+_ROWS = 8
+# elements that a program reads at once
+_BLOCK = 1024
+# elements of 16 bytes: rows that are multiples of it are read and written so many at once
+_VECTOR = 8
+
+
+class RoundedWeight:
+    """The rounded copy of a weight W [F, D], once there is memory for it.
+
+    The memory has room for LoRA's A below the copy and B beside it, so that [W; A] and [W, B] are
+    made without copying W. As long as there is none, how much room products want is noted.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.weight, self.dtype = weight.detach(), dtype
+        self.is_trained = weight.requires_grad
+        self.memory: Tensor | None = None
+        self._rows, self._columns = weight.shape
+
+    def read(self, weight: Tensor) -> Tensor:
+        """Return the rounded weight [F, D]."""
+        if self.memory is None:
+            return weight.to(self.dtype)
+        return self.memory[: weight.shape[0], : weight.shape[1]]
+
+    def beside(self, B: Tensor) -> Tensor | None:
+        """Return [W, B], [F, D + K], given B [F, K]; None where there is no room for B."""
+        rows, width = self.weight.shape
+        found = self._corner(rows, width + B.shape[1])
+        if found is not None:
+            found[:, width:] = B
+        return found
+
+    def above(self, A: Tensor) -> Tensor | None:
+        """Return [W; A], [F + K, D], given A [K, D]; None where there is no room for A."""
+        rows, width = self.weight.shape
+        found = self._corner(rows + A.shape[0], width)
+        if found is not None:
+            found[rows:] = A
+        return found
+
+    def _corner(self, rows: int, columns: int) -> Tensor | None:
+        if self.memory is None:
+            self._rows, self._columns = max(self._rows, rows), max(self._columns, columns)
+            return None
+        fits = rows <= self.memory.shape[0] and columns <= self.memory.shape[1]
+        return self.memory[:rows, :columns] if fits else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy with its room."""
+        return self._rows * self._columns * self.dtype.itemsize
+
+    def allocate(self) -> Tensor:
+        """Allocate the memory, without values, and return it."""
+        self.memory = self.weight.new_empty(self._rows, self._columns, dtype=self.dtype)
+        return self.memory
+
+
+class RoundedWeights:
+    """The rounded copies of a model's weights, as long as these keep their addresses.
+
+    Args:
+        weights: all of the model's. Those that are no contiguous fp32 matrices are rounded where
+            products read them.
+    """
+
+    def __init__(self, weights: Iterable[Tensor] = ()) -> None:
+        self._known = {x.data_ptr() for x in weights if _is_known(x)}
+        self._full = False
+        self._looked_for: dict[int, RoundedWeight] = {}
+        self._made: list[RoundedWeight] = []
+        self._memory: list[Tensor] = []
+        self._kernels: _Kernels | None = None
+        self._versions: list[int] = []
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let `copy_of` find these copies in the block, in all threads: autograd recomputes layers
+        in one of its own.
+        """
+        _in_use.append(self)
+        try:
+            yield
+        finally:
+            _in_use.remove(self)
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
+        """Return a weight's copy, which has no memory at first; None for other weights."""
+        address = weight.data_ptr()
+        if address not in self._known:
+            return None
+        found = self._looked_for.setdefault(address, RoundedWeight(weight, dtype))
+        return found if (found.weight.shape, found.dtype) == (weight.shape, dtype) else None
+
+    def allocate(self, spare: float) -> None:
+        """Make the copies of the weights that were looked for, if they leave the share `spare` of
+        the GPU's memory; not during a capture.
+        """
+        new = [each for each in self._looked_for.values() if each.memory is None]
+        if not new or self._full or _is_capturing(new[0].weight):
+            return
+        self._full = not _fits(new, spare)
+        if self._full:
+            return
+        self._memory += [each.allocate() for each in new]
+        self._made += new
+        self._kernels, self._versions = _Kernels(self._made, self._memory), []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Round what changed since the last time: trained weights always; frozen ones if torch
+        counted a new version of any of them, or if an element has another value, one of each row
+        and of each column, which finds weights that were written through `.data`, too.
+        """
+        if self._kernels is None:
+            return
+        versions = [each.weight._version for each in self._made]
+        self._kernels.launch(every=versions != self._versions)
+        self._versions = versions
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(each.nbytes for each in self._made)
+
+
+_in_use: list[RoundedWeights] = []
+
+
+def copy_of(weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
+    """Return the copy of a weight in `dtype` that is in use, or None."""
+    for copies in _in_use:
+        if (found := copies.of(weight, dtype)) is not None:
+            return found
+    return None
+
+
+class _Kernels:
+    """The kernels' arguments: tables of all copies, [N, ...]."""
+
+    def __init__(self, copies: Sequence[RoundedWeight], memory: Sequence[Tensor]) -> None:
+        weights = [each.weight for each in copies]
+        device, self._like = weights[0].device, memory[0]
+        sizes = [(*x.shape, y.stride(0)) for x, y in zip(weights, memory, strict=True)]
+        compared = [rows + width for rows, width, _ in sizes]
+        self._weights = torch.tensor([x.data_ptr() for x in weights], device=device)
+        self._copies = torch.tensor([x.data_ptr() for x in memory], device=device)
+        self._sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
+        self._always = torch.tensor(
+            [each.is_trained for each in copies], dtype=torch.int32, device=device
+        )
+        self._places = torch.tensor([0, *accumulate(compared[:-1])], device=device)
+        self._seen = weights[0].new_zeros(sum(compared))
+        self._changed = torch.zeros_like(self._always)
+        self._blocks = -(-max(rows for rows, _, _ in sizes) // _ROWS)
+        self._options = {
+            "WIDTH": _VECTOR if all(width % _VECTOR == 0 for _, width, _ in sizes) else 1,
+            "STRIDE": _VECTOR if all(stride % _VECTOR == 0 for _, _, stride in sizes) else 1,
+            "ROWS": _ROWS,
+            "BLOCK": _BLOCK,
+            "num_warps": 4,
+        }
+
+    def launch(self, every: bool) -> None:
+        """Round the weights that changed, or `every` one."""
+        from hf_packfree.ops.fused.kernels.rounded import find_changed, round_changed
+
+        count = len(self._weights)
+        tables = self._weights, self._sizes
+        launch(
+            find_changed,
+            (count,),
+            *tables,
+            self._always,
+            self._places,
+            self._seen,
+            self._changed,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+        if every:
+            self._changed.fill_(1)
+        grid, like = (self._blocks, count), self._like
+        launch(round_changed, grid, *tables, self._copies, self._changed, like, **self._options)
+
+
+def _is_known(x: Tensor) -> bool:
+    dense = x.dtype == torch.float32 and x.ndim == 2 and x.is_contiguous()
+    return dense and x.data_ptr() % 16 == 0
+
+
+def _fits(copies: Sequence[RoundedWeight], spare: float) -> bool:
+    if not copies[0].weight.is_cuda:
+        return True
+    free, total = torch.cuda.mem_get_info(copies[0].weight.device)
+    return free - sum(each.nbytes for each in copies) >= spare * total
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
