@@ -134,3 +134,10 @@ def lengthened(row: Tensor, bucket: Bucket, dim: int) -> Tensor:
     sizes = [*row.shape]
     sizes[dim] = spare
     return torch.cat([row, row.new_zeros(sizes)], dim)
+
+
+def lengthened_inputs(
+    embeddings: Tensor, positions: Tensor, bucket: Bucket
+) -> tuple[Tensor, Tensor]:
+    """Return a row's embeddings [1, T, D] and positions [..., 1, T], padded likewise."""
+    return lengthened(embeddings, bucket, 1), lengthened(positions, bucket, positions.ndim - 1)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_packfree.graphs.runner import Runner
+from hf_packfree.ops.fused.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
 
 
@@ -60,10 +61,7 @@ class Graphs:
         ahead = sum(runner.ahead.taken for runner in runners)
         said += f", {ahead} of them launched before their boundaries were read" if ahead else ""
         said += f" (of up to {', '.join(map(str, lengths))} tokens)" if lengths else ""
-        copies = [runner.rounded for runner in runners]
-        if count := sum(map(len, copies)):
-            mib = sum(each.nbytes for each in copies) / 2**20
-            said += f"; {count} fp32 weights were rounded once a step, in copies of {mib:,.0f} MiB"
+        said += _of_copies([runner.rounded for runner in runners])
         why = ", ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
         return f"CUDA graphs: {said}" + (f"; without: {why}" if why else "")
 
@@ -72,3 +70,11 @@ class Graphs:
 
     def __reduce__(self) -> Any:
         return Graphs, ()
+
+
+def _of_copies(rounded: list[RoundedWeights]) -> str:
+    """Return in words which fp32 weights were rounded once for all products of a replay."""
+    if any(each.refused for each in rounded):
+        return "; fp32 weights were rounded in every product, for lack of memory for copies"
+    mib = sum(each.nbytes for each in rounded) / 2**20
+    return f"; fp32 weights were rounded before each, in copies of {mib:,.0f} MiB" if mib else ""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import ran_out
 from hf_packfree.graphs import checkpointing
-from hf_packfree.graphs.ahead import Ahead, Launched, places_of, widest
-from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened
+from hf_packfree.graphs.ahead import Ahead, Inputs, Launched, places_of, widest
+from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened_inputs
 from hf_packfree.graphs.capture import (
     CaptureStream,
     Graph,
@@ -111,10 +111,9 @@ class Runner:
         self._looked = True
         if self._settings is None or not self._settings.hold(trunk):
             self.ahead.drop_result()
-            self.graphs.clear()
+            self._drop()
             self._given_up.clear()
-            self._settings, self._pool = Settings(trunk), None
-            self.rounded = RoundedWeights(trunk.parameters())
+            self._settings, self.rounded = Settings(trunk), RoundedWeights(trunk.parameters())
             self._changes, self._captures = self._changes + 1, 0
             self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
@@ -167,7 +166,10 @@ class Runner:
         assert self._pool is not None and captured.plans is not None
         captured.plans.write(starts)
         self.rounded.refresh()
-        inputs, places = _lengthened(embeddings, positions, key[0]), places_of((given, positions))
+        inputs, places = (
+            lengthened_inputs(embeddings, positions, key[0]),
+            places_of((given, positions)),
+        )
         self.ahead.launch(
             Launched(key, captured.graph, embeddings, inputs, self._pool, places, on_host)
         )
@@ -234,7 +236,7 @@ class Runner:
         bucket: Bucket = key[0]
         if key not in self.graphs and (why := self._not_now(key)) is not None:
             return why
-        inputs = _lengthened(embeddings, positions, bucket)
+        inputs = lengthened_inputs(embeddings, positions, bucket)
         if key not in self.graphs:
             return self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
         return self._run(key, inputs, packed)
@@ -268,9 +270,7 @@ class Runner:
             return "rows are of more sizes than graphs pay for"
         return None
 
-    def _first(
-        self, key: Any, inputs: tuple[Tensor, Tensor], packed: PackedSequence
-    ) -> Tensor | str:
+    def _first(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str:
         """Replay a new graph on the row that it was captured for; if that fails, never capture the
         bucket again.
         """
@@ -280,9 +280,8 @@ class Runner:
             self._given_up[key] = found
         return found
 
-    def _run(self, key: Any, inputs: tuple[Tensor, Tensor], packed: PackedSequence) -> Tensor | str:
-        captured = self.graphs.pop(key)
-        self.graphs[key] = captured
+    def _run(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str:
+        captured = self.graphs[key] = self.graphs.pop(key)
         if (why := self._in_use()) is not None:
             return why
         try:
@@ -304,7 +303,7 @@ class Runner:
         return None
 
     def _capture(
-        self, key: Any, layers: Layers, inputs: tuple[Tensor, Tensor], packed: PackedSequence
+        self, key: Any, layers: Layers, inputs: Inputs, packed: PackedSequence
     ) -> str | None:
         """Capture the bucket's graph; return why that is not possible, or None."""
         row, trunk = in_bucket(on_host(packed), key[0]).to(inputs[0].device), self.trunk()
@@ -326,11 +325,21 @@ class Runner:
             if free_memory(inputs[0].device) >= SPARE:
                 self.graphs[key] = found
                 return None
-            self._pool = self._pool if self.graphs else None
             found = f"with it, less than {SPARE:.1%} of the GPU's memory would be free"
+            # copies of weights are what goes first: the next row's graph is captured without
+            if len(self.rounded):
+                self._drop()
+                self.rounded.refused = True
+                return found
+            self._pool = self._pool if self.graphs else None
         self._given_up[key] = found
         logger.warning("rows of %s tokens run without a CUDA graph: %s", key[0].tokens, found)
         return found
+
+    def _drop(self) -> None:
+        """Drop all graphs, and all memory that only they read."""
+        self.graphs.clear()
+        self._pool, self.rounded = None, RoundedWeights()
 
     def _pool_for(self, device: torch.device, tokens: int) -> Pool:
         # sized by its longest row: for a longer one all graphs are dropped, and captured again
@@ -347,7 +356,7 @@ class Runner:
         bucket: Bucket,
         trunk: nn.Module,
         layers: Layers,
-        inputs: tuple[Tensor, Tensor],
+        inputs: Inputs,
         parameters: list[nn.Parameter],
         row: PackedSequence,
     ) -> Captured | str:
@@ -372,12 +381,12 @@ class Runner:
             return Captured(graph, packed, plans_of(packed, bucket, pool))
         except NotCapturable as error:
             # which no other length would change
+            self._drop()
             self._why_not = str(error)
             return self._why_not
         except RuntimeError as error:
             # other graphs draw random numbers from the state that the failed capture spoiled
-            self.graphs.clear()
-            self._pool = None
+            self._drop()
             forget_failed_capture(device)
             why = f"the capture failed: {str(error).splitlines()[0]}"
             # no length was captured, so that it is not for its length that this one failed
@@ -389,8 +398,3 @@ class Runner:
 def _kind(embeddings: Tensor, positions: Tensor) -> Any:
     """Return what, apart from the bucket, decides which graph runs a row."""
     return positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad
-
-
-def _lengthened(embeddings: Tensor, positions: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
-    """Return the inputs of the bucket's graph."""
-    return lengthened(embeddings, bucket, 1), lengthened(positions, bucket, positions.ndim - 1)

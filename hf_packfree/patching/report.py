@@ -227,7 +227,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         long_documents={} if state.batch_invariant else _long_documents(model, family, runs, x),
         left_alone=unpatched_heads(model, family),
         called=_called(model, family, state, x),
-        autocast=_autocast_in_words(model, family, x) if fused else "",
+        autocast=_autocast_in_words(model, family, state, x) if fused else "",
         rounding=why_rounding(model, family, runs, x)
         if state.batch_invariant
         else "batch_invariant is off",
@@ -273,7 +273,7 @@ def _called(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor
     return dict(sorted(found.items()))
 
 
-def _autocast_in_words(model: nn.Module, family: Family, x: torch.Tensor) -> str:
+def _autocast_in_words(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor) -> str:
     """Return a sentence on float32 weights, LoRA's too, if autocast rounds them in fused layers,
     else "".
     """
@@ -291,10 +291,10 @@ def _autocast_in_words(model: nn.Module, family: Family, x: torch.Tensor) -> str
     )
     if not is_wide or not under_autocast(x.device) or dtype == torch.float32:
         return ""
-    return (
-        f"float32 weights are rounded to {dtype} once a step where CUDA graphs replay it, in "
-        "copies that are kept; else where a product reads them, forward and backward"
-    ).replace("torch.", "")
+    said = f"float32 weights are rounded to {dtype} where products read them, forward and backward"
+    if state.cuda_graphs != "never":
+        said += "; for rows that CUDA graphs replay, once before that, in copies that are kept"
+    return said.replace("torch.", "")
 
 
 def _inside(model: nn.Module, is_one: Callable[[Any], bool]) -> set[nn.Module]:

@@ -213,6 +213,7 @@ def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", torch.bfloat16)
         under_bf16 = patch_report(model)
+        with_graphs = patch_report(patched_on_a_gpu(monkeypatch, cuda_graphs="auto"))
         torch.set_autocast_dtype("cuda", torch.float32)
         assert patch_report(model).autocast == ""
         assert patch_report(model).implementations == plain
@@ -221,9 +222,10 @@ def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
         torch.set_autocast_dtype("cuda", before)
     changed = {"delta_rule": "flash_qla", "attention": "triton"}
     assert under_bf16.implementations == plain | changed
-    assert under_bf16.autocast in str(under_bf16) and under_bf16.autocast == (
-        "float32 weights are rounded to bfloat16 once a step where CUDA graphs replay it, in copies "
-        "that are kept; else where a product reads them, forward and backward"
+    said = "float32 weights are rounded to bfloat16 where products read them, forward and backward"
+    assert under_bf16.autocast in str(under_bf16) and under_bf16.autocast == said
+    assert with_graphs.autocast == (
+        f"{said}; for rows that CUDA graphs replay, once before that, in copies that are kept"
     )
     assert patch_report(model).implementations == plain
 

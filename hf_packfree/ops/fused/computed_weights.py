@@ -4,7 +4,7 @@ kept.
 They are dequantised from 4 bits (QLoRA, arXiv:2305.14314), or have their rows scaled by DoRA's
 magnitude (arXiv:2402.09353), or are rounded as autocast rounds. A cached copy would go stale after
 a write that autograd does not see, such as `weight.data.copy_()`; those of `rounded_weights` are
-refreshed in every step.
+refreshed for every row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ComputedWeight:
         compute: returns W [F, D], given the source.
         gradient: maps dW, in fp32 (on GPUs never rounded before), to the source's gradient; None:
             frozen.
-        copy: what `compute` reads, for a weight that is rounded once a step.
+        copy: what `compute` reads, for a weight that is rounded once for all products.
     """
 
     source: Tensor
@@ -51,8 +51,8 @@ def materialize(weight: Weight) -> Tensor:
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> ComputedWeight:
-    """Return a weight [F, D] that is rounded to `dtype` where a product reads it, or once a step
-    where copies are in use.
+    """Return a weight [F, D] that is rounded to `dtype` where a product reads it, or once for all
+    products where copies are in use.
     """
     to, back = partial(torch.Tensor.to, dtype=dtype), partial(torch.Tensor.to, dtype=weight.dtype)
     copy = copy_of(weight, dtype)

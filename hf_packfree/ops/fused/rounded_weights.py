@@ -1,6 +1,7 @@
-"""fp32 weights rounded to the half precision of autocast once a step, instead of in every product.
+"""fp32 weights rounded to the half precision of autocast once for a row, instead of in every
+product.
 
-For CUDA graphs: their runner knows when a step begins, and that the weights are where they were.
+For CUDA graphs: their runner knows when a row begins, and that the weights are where they were.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ class RoundedWeight:
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.weight, self.dtype = weight.detach(), dtype
-        self.is_trained = weight.requires_grad
+        self.weight, self.dtype = weight, dtype
         self.memory: Tensor | None = None
         self._rows, self._columns = weight.shape
 
     def read(self, weight: Tensor) -> Tensor:
-        """Return the rounded weight [F, D]."""
-        if self.memory is None:
+        """Return the rounded weight [F, D], given the weight, or what stands for it."""
+        if self.memory is None or (weight.requires_grad and torch.is_grad_enabled()):
             return weight.to(self.dtype)
         return self.memory[: weight.shape[0], : weight.shape[1]]
 
     def beside(self, B: Tensor) -> Tensor | None:
         """Return [W, B], [F, D + K], given B [F, K]; None where there is no room for B."""
-        rows, width = self.weight.shape
-        found = self._corner(rows, width + B.shape[1])
+        (rows, width), K = self.weight.shape, B.shape[1]
+        # rows that are no whole vectors would give all products with W other kernels
+        found = None if K % _VECTOR else self._corner(rows, width + K)
         if found is not None:
             found[:, width:] = B
         return found
@@ -69,10 +70,9 @@ class RoundedWeight:
         """Bytes of the copy with its room."""
         return self._rows * self._columns * self.dtype.itemsize
 
-    def allocate(self) -> Tensor:
-        """Allocate the memory, without values, and return it."""
-        self.memory = self.weight.new_empty(self._rows, self._columns, dtype=self.dtype)
-        return self.memory
+    def empty(self) -> Tensor:
+        """Return new memory for the copy, without values."""
+        return self.weight.new_empty(self._rows, self._columns, dtype=self.dtype)
 
 
 class RoundedWeights:
@@ -81,14 +81,16 @@ class RoundedWeights:
     Args:
         weights: all of the model's. Those that are no contiguous fp32 matrices are rounded where
             products read them.
+
+    Attributes:
+        refused: whether there was not enough memory for copies.
     """
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
-        self._known = {x.data_ptr() for x in weights if _is_known(x)}
-        self._full = False
+        self.refused = False
+        self._weights = {x.data_ptr(): x for x in weights if _is_known(x)}
         self._looked_for: dict[int, RoundedWeight] = {}
         self._made: list[RoundedWeight] = []
-        self._memory: list[Tensor] = []
         self._kernels: _Kernels | None = None
         self._versions: list[int] = []
 
@@ -104,27 +106,37 @@ class RoundedWeights:
             _in_use.remove(self)
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
-        """Return a weight's copy, which has no memory at first; None for other weights."""
+        """Return the copy of a weight, or of what stands for it at its address; it has no memory at
+        first. None for other weights, and for another dtype than the first that was asked for.
+        """
         address = weight.data_ptr()
-        if address not in self._known:
-            return None
-        found = self._looked_for.setdefault(address, RoundedWeight(weight, dtype))
+        if address not in self._looked_for:
+            if address not in self._weights or any(
+                each.dtype != dtype for each in self._looked_for.values()
+            ):
+                return None
+            self._looked_for[address] = RoundedWeight(self._weights[address], dtype)
+        found = self._looked_for[address]
         return found if (found.weight.shape, found.dtype) == (weight.shape, dtype) else None
 
     def allocate(self, spare: float) -> None:
         """Make the copies of the weights that were looked for, if they leave the share `spare` of
         the GPU's memory; not during a capture.
         """
-        new = [each for each in self._looked_for.values() if each.memory is None]
-        if not new or self._full or _is_capturing(new[0].weight):
+        every = [*self._looked_for.values()]
+        new = [each for each in every if each.memory is None]
+        if not new or self.refused or _is_capturing(new[0].weight):
             return
-        self._full = not _fits(new, spare)
-        if self._full:
+        self.refused = not _fits(new, spare)
+        if self.refused:
             return
-        self._memory += [each.allocate() for each in new]
-        self._made += new
-        self._kernels, self._versions = _Kernels(self._made, self._memory), []
-        self.refresh()
+        memory = [each.empty() if each.memory is None else each.memory for each in every]
+        kernels = _Kernels(every, memory)
+        kernels.launch(every=True)
+        # only now: a copy is read once it has memory, and an allocation may fail
+        self._made, self._kernels, self._versions = every, kernels, _versions(every)
+        for each, its in zip(every, memory, strict=True):
+            each.memory = its
 
     def refresh(self) -> None:
         """Round what changed since the last time: trained weights always; frozen ones if torch
@@ -133,7 +145,7 @@ class RoundedWeights:
         """
         if self._kernels is None:
             return
-        versions = [each.weight._version for each in self._made]
+        versions = _versions(self._made)
         self._kernels.launch(every=versions != self._versions)
         self._versions = versions
 
@@ -169,7 +181,7 @@ class _Kernels:
         self._copies = torch.tensor([x.data_ptr() for x in memory], device=device)
         self._sizes = torch.tensor(sizes, dtype=torch.int32, device=device)
         self._always = torch.tensor(
-            [each.is_trained for each in copies], dtype=torch.int32, device=device
+            [x.requires_grad for x in weights], dtype=torch.int32, device=device
         )
         self._places = torch.tensor([0, *accumulate(compared[:-1])], device=device)
         self._seen = weights[0].new_zeros(sum(compared))
@@ -204,6 +216,11 @@ class _Kernels:
             self._changed.fill_(1)
         grid, like = (self._blocks, count), self._like
         launch(round_changed, grid, *tables, self._copies, self._changed, like, **self._options)
+
+
+def _versions(copies: Sequence[RoundedWeight]) -> list[int]:
+    """Return torch's counts of the frozen weights' versions."""
+    return [each.weight._version for each in copies if not each.weight.requires_grad]
 
 
 def _is_known(x: Tensor) -> bool:

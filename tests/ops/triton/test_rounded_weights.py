@@ -1,13 +1,16 @@
-"""fp32 weights that are rounded once a step: copies follow every write to the weights, and products
+"""fp32 weights that are rounded once for all products: copies follow every write to the weights, and products
 read them.
 """
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
 from hf_packfree import patch_report
+from hf_packfree.graphs import runner as graph_runner
 from hf_packfree.ops.fused import computed_weights, rounded_weights
 from hf_packfree.ops.fused.computed_weights import Weights, rounded
 from hf_packfree.ops.fused.rounded_weights import RoundedWeights, copy_of
@@ -101,34 +104,34 @@ def test_weights_that_nobody_writes_are_not_rounded_again(weights):
     made.refresh()
     for how in read:
         how.copy.memory.zero_()
+    weights[2].add_(1)
     made.refresh()
     assert are_right(weights, read) == [False, False, True]
 
 
 @torch.no_grad()
 def test_room_for_adapters(weights):
-    made, read = copies_of(weights, rows=3, columns=5)
-    sizes = [(rows + 3, width + 5) for rows, width in SHAPES]
+    made, read = copies_of(weights, rows=3, columns=16)
+    sizes = [(rows + 3, width + 16) for rows, width in SHAPES]
     assert [tuple(how.copy.memory.shape) for how in read] == sizes
     assert made.nbytes == sum(2 * rows * width for rows, width in sizes)
     joined = Weights(weights, read)
     for i, weight in enumerate(weights):
         one, own = slice(i, i + 1), weight.to(BF16)
-        for K in (3, 1):
-            A, B = (
-                torch.randn(K, weight.shape[1]).bfloat16(),
-                torch.randn(len(weight), K).bfloat16(),
-            )
+        for rows, columns, inside in (
+            (3, 16, [True, True]),
+            (1, 8, [True, True]),
+            (4, 24, [False, False]),
+            # rows that are no whole vectors
+            (2, 5, [False, True]),
+        ):
+            A = torch.randn(rows, weight.shape[1]).bfloat16()
+            B = torch.randn(len(weight), columns).bfloat16()
             beside, above = joined.beside(i, B), joined.above(one, A)
             assert torch.equal(beside, torch.cat([own, B], 1))
             assert torch.equal(above, torch.cat([own, A], 0))
-            inside = read[i].copy.memory.data_ptr()
-            assert beside.data_ptr() == above.data_ptr() == inside
-        # what is larger than the room is a copy
-        A, B = torch.randn(4, weight.shape[1]).bfloat16(), torch.randn(len(weight), 6).bfloat16()
-        assert torch.equal(joined.beside(i, B), torch.cat([own, B], 1))
-        assert torch.equal(joined.above(one, A), torch.cat([own, A], 0))
-        assert joined.beside(i, B).data_ptr() != inside != joined.above(one, A).data_ptr()
+            memory = read[i].copy.memory.data_ptr()
+            assert [x.data_ptr() == memory for x in (beside, above)] == inside
     weights[0].add_(1)
     made.refresh()
     assert are_right(weights, read) == [True] * 3
@@ -141,7 +144,10 @@ def test_weights_without_a_copy(weights):
         assert copy_of(weights[0], BF16) is read[0].copy
         # the same memory, as a capture's stand-ins for parameters have
         assert copy_of(torch.nn.Parameter(weights[0].detach()), BF16) is read[0].copy
-        assert copy_of(weights[0], FP16) is None and copy_of(weights[0].T, BF16) is None
+        assert (
+            copy_of(weights[0], FP16) is None is copy_of(other, FP16)
+            and copy_of(weights[0].T, BF16) is None
+        )
         assert copy_of(other, BF16) is None
     assert copy_of(weights[0], BF16) is None and rounded(weights[0], BF16).copy is None
     for odd in (half, torch.randn(4), torch.randn(8, 4).T, torch.randn(99)[1:97].view(8, 12)):
@@ -150,10 +156,50 @@ def test_weights_without_a_copy(weights):
             assert copy_of(odd, BF16) is None
 
 
+def test_an_allocation_that_fails_leaves_no_copy(weights, monkeypatch):
+    made = RoundedWeights(weights)
+    with made.in_use():
+        read = [rounded(weight, BF16) for weight in weights]
+    for name in ("empty", "launch"):
+        owner = rounded_weights.RoundedWeight if name == "empty" else rounded_weights._Kernels
+        calls, real = [], getattr(owner, name)
+
+        def fails(self, *args, calls=calls, real=real, last=3 if name == "empty" else 1, **kwargs):
+            calls.append(self)
+            if len(calls) == last:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(owner, name, fails)
+            made.allocate(0.0)
+        assert len(made) == 0 and [how.copy.memory for how in read] == [None] * 3
+    made.allocate(0.0)
+    assert len(made) == 3 and are_right(weights, read) == [True] * 3
+
+
+def test_nobody_but_the_model_holds_the_weights_memory(weights):
+    made, _ = copies_of(weights)
+    storage = weights[0].untyped_storage()
+    alive = weakref.ref(storage)
+    weights[0].data = torch.zeros(1)
+    del storage
+    assert made.nbytes and alive() is None
+
+
+def test_products_that_autograd_follows_read_the_weight(weights):
+    """Such as those of references; ours run inside of autograd's functions."""
+    weights[0].requires_grad_()
+    _, read = copies_of(weights)
+    assert read[0].compute(weights[0]).requires_grad
+    with torch.no_grad():
+        assert read[0].compute(weights[0]).data_ptr() == read[0].copy.memory.data_ptr()
+
+
 def test_copies_that_would_take_too_much_memory(weights, monkeypatch):
     monkeypatch.setattr(rounded_weights, "_fits", lambda copies, spare: False)
     made, read = copies_of(weights)
-    assert len(made) == made.nbytes == 0 and read[0].copy.memory is None
+    assert made.refused and len(made) == made.nbytes == 0 and read[0].copy.memory is None
     made.refresh()
     assert are_right([weights[0]], read[:1]) == [False]
     assert torch.equal(read[0].compute(weights[0]), weights[0].bfloat16())
@@ -204,7 +250,9 @@ def test_replays_read_the_weights_of_their_step(graphed, name):
     before = [step(graphed) for _ in range(3)][-1]["out"]
     runner, weight = runner_of(graphed), graphed.model.layers[0].mlp.down_proj.base_layer.weight
     assert len(runner.rounded) > 5, patch_report(graphed).cuda_graphs
-    assert "fp32 weights were rounded once a step" in patch_report(graphed).cuda_graphs
+    assert (
+        "fp32 weights were rounded before each, in copies of" in patch_report(graphed).cuda_graphs
+    )
     with torch.no_grad():
         if name == "in place":
             weight.mul_(3)
@@ -221,3 +269,43 @@ def test_replays_read_the_weights_of_their_step(graphed, name):
     for each in found:
         assert each.keys() == wanted.keys()
         assert [key for key in wanted if not torch.equal(each[key], wanted[key])] == []
+
+
+@needs("peft")
+def test_a_graph_without_copies_is_better_than_none(graphed, monkeypatch):
+    """Where too little memory would be free with a graph, the copies are what goes first."""
+    runner = runner_of(graphed)
+    monkeypatch.setattr(
+        graph_runner, "free_memory", lambda device: 0.0 if len(runner.rounded) else 1
+    )
+    monkeypatch.setattr(RoundedWeights, "allocate", allocate_at_once)
+    steps = [step(graphed) for _ in range(4)]
+    assert runner.replayed == 2 and len(runner.graphs) == 1 and not len(runner.rounded)
+    assert [why[:24] for why in runner.reasons] == [
+        "a row of about this leng",
+        "with it, less than 12.5%",
+    ]
+    assert "in every product, for lack of memory" in patch_report(graphed).cuda_graphs
+    wanted = step(graphed, "never")
+    assert all(torch.equal(one[key], wanted[key]) for one in steps for key in wanted)
+
+
+def allocate_at_once(self, spare, allocate=RoundedWeights.allocate):
+    """The second run of a warm-up finds what the first looked for; the stand-in has one run."""
+    for weight in self._weights.values():
+        self.of(weight, BF16)
+    allocate(self, spare)
+
+
+@needs("peft")
+def test_a_capture_that_fails_leaves_no_copies(graphed, monkeypatch):
+    monkeypatch.setattr(RoundedWeights, "allocate", allocate_at_once)
+    monkeypatch.setattr(
+        on_cpu.capture, "refuse_other_leaves", lambda *_: (_ for _ in ()).throw(RuntimeError("no"))
+    )
+    for _ in range(3):
+        step(graphed)
+    runner = runner_of(graphed)
+    assert not runner.graphs and runner.rounded.nbytes == 0
+    assert "the capture failed: no" in patch_report(graphed).cuda_graphs
+    assert "copies" not in patch_report(graphed).cuda_graphs
