@@ -22,6 +22,7 @@ from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.gated_delta_net import PackedGatedDeltaNet
 from hf_packfree.verify import packing_report, verify
 from hf_packfree.verify.model_source import build_model
+from hf_packfree.verify.probe import Probe
 from tests.support import by_family, leak_in_the_convolution, relative_rms, tiny
 
 FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"]
@@ -67,6 +68,21 @@ def test_a_model_object_is_given_back_as_it_was():
     assert all(
         torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters()
     )
+
+
+def test_cudnn_computes_in_fp32_meanwhile(monkeypatch):
+    """By torch's default its convolutions round to TF32, as those of images' patches."""
+    cudnn, seen, run = torch.backends.cudnn, [], Probe.measure
+
+    def measure(probe):
+        seen.append((cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision))
+        return run(probe)
+
+    monkeypatch.setattr(Probe, "measure", measure)
+    before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.allow_tf32
+    verify_packing("qwen3_5", lengths=[5, 3], gradients=False)
+    assert seen and set(seen) == {("ieee", "ieee")} and before[2]
+    assert before == (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.allow_tf32)
 
 
 def test_an_unpatched_model_leaks():

@@ -27,6 +27,7 @@ TOP = (
     "2b-8k-lora-autocast",
     "trl-8k-lora",
     "trl-8k-lora-padding-free",
+    "trl-2k-lora",
     "trl-8k-qlora",
     "trainer-8k-full",
     "2b-32k-whole-step",
@@ -45,7 +46,7 @@ TOP = (
     "moe-8x2048-padded",
 )
 """Workloads of the first table, as many as it has rows for: what people run by default first."""
-MOST = 11
+MOST = 12
 """Rows of the first table."""
 SIDES = {
     "transformers, padded": ("unpatched padded", "stock padded"),
@@ -73,6 +74,7 @@ TITLES = {
     "autocast, step to step, rows of up to 8,192 tokens",
     "trl-8k-lora": "`SFTTrainer`, LoRA, its defaults (fp32 base, bf16 autocast, layers "
     "recomputed), step to step, 8,192 tokens",
+    "trl-2k-lora": "`SFTTrainer`, LoRA, its defaults, step to step, 2,048 tokens",
     "trl-8k-lora-padding-free": "`SFTTrainer`, LoRA, `padding_free=True`, its defaults, step to step, "
     "8,192 tokens",
     "trl-8k-qlora": "`SFTTrainer`, QLoRA (NF4, prepared by `prepare_model_for_kbit_training`), bf16 "

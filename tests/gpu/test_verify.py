@@ -9,7 +9,7 @@ import torch
 
 from hf_packfree import verify_packing
 from hf_packfree.errors import LeakDetected
-from tests.gpu.checks import TRIAL, gpu
+from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import EXPERTS, NARROW, small
 
 pytestmark = gpu
@@ -23,7 +23,7 @@ CASES = {
 def measured(model):
     """The report, also of a model that failed."""
     try:
-        return verify_packing(model)
+        return verify_packing(model, device=DEVICE if isinstance(model, str) else None)
     except LeakDetected as error:
         return error.report
 
@@ -56,3 +56,11 @@ def test_an_unpatched_model_does_not(request):
     torch.manual_seed(0)
     with pytest.raises(LeakDetected, match="documents react to each other's tokens"):
         verify_packing(small(NARROW, torch.float32, patched=False))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_images_in_fp32(family, record):
+    """Whose patches cuDNN multiplies, by torch's default in TF32."""
+    report = measured(family)
+    record(f"verify_packing {family}, logits", report.patched.logits, 1e-5)
+    record(f"verify_packing {family}, worst gradient", report.patched.gradients, 1e-4)
