@@ -19,6 +19,6 @@ sizes:
 - `ahead`: a row's graph is launched while the host still waits for the row's documents, on plans
   that the device makes.
 - fp32 weights that layers read in half precision are rounded before a replay, not in it
-  (`hf_packfree.ops.fused.rounded_weights`).
+  (`hf_packfree.ops.rounded_weights`).
 - `runner`: which rows are replayed, which are not, and why. `of_model`: the runners of a model.
 """

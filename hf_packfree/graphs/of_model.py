@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_packfree.graphs.runner import Runner
-from hf_packfree.ops.fused.rounded_weights import RoundedWeights
+from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
 
 

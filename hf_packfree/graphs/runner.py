@@ -28,7 +28,7 @@ from hf_packfree.graphs.captured import Captured
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
 from hf_packfree.graphs.settings import Settings, why_not, why_not_row
 from hf_packfree.graphs.unread import plans_of
-from hf_packfree.ops.fused.rounded_weights import RoundedWeights
+from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
 

@@ -56,7 +56,7 @@ class WalksThrough(PackFreeCallback):
 
 
 class RoundsInProducts(PackFreeCallback):
-    """Keeps no copies of fp32 weights (`hf_packfree.ops.fused.rounded_weights`)."""
+    """Keeps no copies of fp32 weights (`hf_packfree.ops.rounded_weights`)."""
 
     _none = mock.patch.object(runner, "SPARE_OF_COPIES", 1.0)
 

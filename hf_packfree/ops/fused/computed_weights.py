@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.fused.lora_products import cat, product_in
-from hf_packfree.ops.fused.rounded_weights import RoundedWeight, copy_of
+from hf_packfree.ops.rounded_weights import RoundedWeight, copy_of
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from hf_packfree.ops.fused import (
     swiglu_mlp,
 )
 from hf_packfree.ops.fused.lora import Adapter, LoraLinear
-from hf_packfree.ops.fused.rounded_weights import RoundedWeights
 from hf_packfree.ops.loss import Wanted, linear_cross_entropy, linear_log_probs
+from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
 from tests.support import loss_after
 

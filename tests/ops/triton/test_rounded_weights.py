@@ -11,9 +11,10 @@ import torch
 
 from hf_packfree import patch_report
 from hf_packfree.graphs import runner as graph_runner
-from hf_packfree.ops.fused import computed_weights, rounded_weights
+from hf_packfree.ops import rounded_weights
+from hf_packfree.ops.fused import computed_weights
 from hf_packfree.ops.fused.computed_weights import Weights, rounded
-from hf_packfree.ops.fused.rounded_weights import RoundedWeights, copy_of
+from hf_packfree.ops.rounded_weights import RoundedWeights, copy_of
 from tests.graphs import on_cpu
 from tests.integrations.marks import needs
 from tests.ops.triton.kernels import on_kernels
