@@ -70,19 +70,29 @@ def test_a_model_object_is_given_back_as_it_was():
     )
 
 
-def test_cudnn_computes_in_fp32_meanwhile(monkeypatch):
+@pytest.mark.parametrize("conv", ["tf32", "ieee"])
+def test_cudnn_computes_in_fp32_meanwhile(conv, monkeypatch):
     """By torch's default its convolutions round to TF32, as those of images' patches."""
     cudnn, seen, run = torch.backends.cudnn, [], Probe.measure
 
     def measure(probe):
-        seen.append((cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision))
+        # raises where torch takes its two interfaces to be mixed
+        assert not cudnn.allow_tf32
+        seen.append({cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision})
         return run(probe)
 
     monkeypatch.setattr(Probe, "measure", measure)
-    before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.allow_tf32
-    verify_packing("qwen3_5", lengths=[5, 3], gradients=False)
-    assert seen and set(seen) == {("ieee", "ieee")} and before[2]
-    assert before == (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.allow_tf32)
+    default = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    assert default == ("tf32", "tf32") and cudnn.allow_tf32
+    try:
+        cudnn.conv.fp32_precision = conv
+        verify_packing("qwen3_5", lengths=[5, 3], gradients=False)
+        assert seen and not any(each & {"tf32"} for each in seen)
+        assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == (conv, "tf32")
+    finally:
+        cudnn.allow_tf32 = True
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = default
+    assert cudnn.allow_tf32
 
 
 def test_an_unpatched_model_leaks():

@@ -89,6 +89,7 @@ class RoundedWeights:
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         self.refused = False
         self._weights = {x.data_ptr(): x for x in weights if _is_known(x)}
+        self._dtype: torch.dtype | None = None
         self._looked_for: dict[int, RoundedWeight] = {}
         self._made: list[RoundedWeight] = []
         self._kernels: _Kernels | None = None
@@ -110,14 +111,15 @@ class RoundedWeights:
         first. None for other weights, and for another dtype than the first that was asked for.
         """
         address = weight.data_ptr()
+        known = self._weights.get(address)
+        if known is None or known.shape != weight.shape:
+            return None
+        self._dtype = self._dtype or dtype
+        if dtype != self._dtype:
+            return None
         if address not in self._looked_for:
-            if address not in self._weights or any(
-                each.dtype != dtype for each in self._looked_for.values()
-            ):
-                return None
-            self._looked_for[address] = RoundedWeight(self._weights[address], dtype)
-        found = self._looked_for[address]
-        return found if (found.weight.shape, found.dtype) == (weight.shape, dtype) else None
+            self._looked_for[address] = RoundedWeight(known, dtype)
+        return self._looked_for[address]
 
     def allocate(self, spare: float) -> None:
         """Make the copies of the weights that were looked for, if they leave the share `spare` of

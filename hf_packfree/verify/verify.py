@@ -177,11 +177,12 @@ def _no_tf32_in_cudnn() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     operations = cudnn.conv, cudnn.rnn
     before = [each.fp32_precision for each in operations]
+    # not by `fp32_precision`, after which torch refuses to read `allow_tf32`
+    cudnn.allow_tf32 = False
     try:
-        for each in operations:
-            each.fp32_precision = "ieee"
         yield
     finally:
+        cudnn.allow_tf32 = before == ["tf32", "tf32"]
         for each, precision in zip(operations, before, strict=True):
             each.fp32_precision = precision
 

@@ -7,10 +7,10 @@ the callback, beside transformers' own and the composed model; and beside a loop
 Weights are fp32, and steps run under bf16 autocast (`bf16=True`), which is what both do by default;
 in "trl-8k-qlora" they are bitsandbytes' NF4, computing in bf16, and what
 `prepare_model_for_kbit_training` makes of the rest: norms, embeddings and head in fp32. A row of
-8,192 tokens holds 16 documents of 512, one of 2,048 tokens 16 of 128. "ms" is a step's share of the time of the last 20, data
-loading, clipping and AdamW included; nothing waits for the device between them but what the
-trainer does by itself, which logs every 10 steps. TRL recomputes layers by default, the Trainer
-does not. "logged" is what the last log said.
+8,192 tokens holds 16 documents of 512, one of 2,048 tokens 16 of 128. "ms" is a step's share of the
+time of the last 20, data loading, clipping and AdamW included; nothing waits for the device between
+them but what the trainer does by itself, which logs every 10 steps. TRL recomputes layers by
+default, the Trainer does not. "logged" is what the last log said.
 """
 
 from __future__ import annotations
@@ -55,28 +55,13 @@ class WalksThrough(PackFreeCallback):
         self._run.remembered.take_off()
 
 
-class RoundsInProducts(PackFreeCallback):
-    """Keeps no copies of fp32 weights (`hf_packfree.ops.rounded_weights`)."""
-
-    _none = mock.patch.object(runner, "SPARE_OF_COPIES", 1.0)
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin the training."""
-        self._none.start()
-        super().on_train_begin(*args, **kwargs)
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """End the training."""
-        super().on_train_end(*args, **kwargs)
-        self._none.stop()
-
-
+ROUNDED = "packfree, weights rounded in each product"
 # {its name: (the model, its callback, the Trainer's arguments)}
 VARIANTS: dict[str, tuple[Variant, Callable[[], PackFreeCallback] | None, dict[str, Any]]] = {
     "packfree": (PATCHED, PackFreeCallback, {}),
     "packfree, no waits": (PATCHED, PackFreeCallback, NO_WAITS),
     "packfree, modules not remembered": (PATCHED, WalksThrough, {}),
-    "packfree, weights rounded in each product": (PATCHED, RoundsInProducts, {}),
+    ROUNDED: (PATCHED, PackFreeCallback, {}),
     "packfree, no graphs": (PATCHED, partial(PackFreeCallback, cuda_graphs="never"), {}),
     "composed without packfree": (COMPOSED, None, {}),
     "unpatched packed": (UNPATCHED_CONV, None, {}),
@@ -294,7 +279,10 @@ def main() -> None:
     ):
         size = 8 if options.tiny else length
         for name, described in VARIANTS.items():
-            measure = partial(train, make, shape, *described, adapters, size, options.device)
+            # without copies of fp32 weights (`hf_packfree.ops.rounded_weights`)
+            without = mock.patch.object(runner, "SPARE_OF_COPIES", 1.0)
+            run = without(train) if name == ROUNDED else train
+            measure = partial(run, make, shape, *described, adapters, size, options.device)
             results.row(workload, name, measure)
             free()
         recomputed = make is not plain

@@ -419,8 +419,8 @@ def test_frozen_fp32_weights_are_rounded_once(record, write, checkpointing):
             WRITES[write](model)
     same = [torch.equal(*pair) for pair in pairwise(seen)]
     assert same == [write == "nobody"] * 3
-    assert runner_of(model).replayed >= before + (0 if write == "other memory" else 8)
     if write != "other memory":
+        assert runner_of(model).replayed >= before + 8
         assert len(runner_of(model).rounded) > 0, patch_report(model).cuda_graphs
 
 

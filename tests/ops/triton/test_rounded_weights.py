@@ -1,5 +1,5 @@
-"""fp32 weights that are rounded once for all products: copies follow every write to the weights, and products
-read them.
+"""fp32 weights that are rounded once for all products: copies follow every write to the weights, and
+products read them.
 """
 
 from __future__ import annotations
@@ -145,11 +145,8 @@ def test_weights_without_a_copy(weights):
         assert copy_of(weights[0], BF16) is read[0].copy
         # the same memory, as a capture's stand-ins for parameters have
         assert copy_of(torch.nn.Parameter(weights[0].detach()), BF16) is read[0].copy
-        assert (
-            copy_of(weights[0], FP16) is None is copy_of(other, FP16)
-            and copy_of(weights[0].T, BF16) is None
-        )
-        assert copy_of(other, BF16) is None
+        assert copy_of(weights[0], FP16) is None and copy_of(weights[0].T, BF16) is None
+        assert copy_of(other, BF16) is None and copy_of(other, FP16) is None
     assert copy_of(weights[0], BF16) is None and rounded(weights[0], BF16).copy is None
     for odd in (half, torch.randn(4), torch.randn(8, 4).T, torch.randn(99)[1:97].view(8, 12)):
         alone = RoundedWeights([odd])
