@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from hf_packfree.models import peft_lora
 from hf_packfree.models.run_options import CudaGraphs
 from hf_packfree.models.state import Kernels, find_state
 from hf_packfree.ops import launch
+from hf_packfree.ops.delta_rule import even_segments
 from hf_packfree.ops.fused import joined_linear, lora
 from hf_packfree.ops.loss import OP as LOSS
 from hf_packfree.ops.loss import linear_cross_entropy
@@ -42,6 +44,7 @@ from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.run_all import source
 from tests.benchmarks.shapes import SHAPES, TOKENS, batch_lengths, fixed_lengths, log_normal_lengths
 from tests.benchmarks.timing import Clock, rounded
+from tests.support import runner_of
 
 Off = Callable[[nn.Module], AbstractContextManager[Any]]
 
@@ -111,6 +114,21 @@ def _plans(model: nn.Module) -> AbstractContextManager[Any]:
     return mock.patch.object(Plans, "_replay", Plans._write)
 
 
+@contextmanager
+def _whole_documents(model: nn.Module) -> Iterator[None]:
+    """Documents are walked whole in CUDA graphs, which are captured anew for it, once."""
+    runner = runner_of(model)
+    graphs = _OF_WHOLE.setdefault(runner, {})
+    with (
+        mock.patch.object(even_segments, "segment_size", lambda *sizes: None),
+        mock.patch.object(runner, "graphs", graphs),
+    ):
+        yield
+
+
+_OF_WHOLE: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
 def _scaled_gradients(model: Any) -> AbstractContextManager[Any]:
     """torch multiplies the gradients of head and loss by the loss's own."""
     others = replace(LOSS.backends["triton"], scaled=scaled)
@@ -144,6 +162,7 @@ GRAPHS: Mapping[str, Off] = {
     "replay ahead": _ahead,
     "graph of plans": _plans,
 }
+LONG: Mapping[str, Off] = {"nothing": HOST["nothing"], "segments in graphs": _whole_documents}
 HEAD: Mapping[str, Off] = {"nothing": HOST["nothing"], "scaled gradients": _scaled_gradients}
 
 
@@ -183,6 +202,9 @@ def workloads(tiny: bool) -> Iterator[Work]:
         yield Work(
             f"{name}, in graphs, waiting after each", None, row, GRAPHS, "fp32", "auto", True
         )
+    for name, tokens in {"2b-2k": 2048, "2b-4k": 4096, "2b-8k": 8192}.items():
+        row = Load((tokens * 7 // 8, tokens // 16, tokens // 16))
+        yield Work(f"{name}, a long document, in graphs", None, row, LONG, graphs="auto")
     for name, tokens in {"2b-32k-lora": TOKENS, "2b-4k-lora": 4096}.items():
         yield Work(name, None, Load(tuple(log_normal_lengths(tokens))), ADAPTERS, "fp32")
     yield Work("2b-8x2048-padded", None, Load(tuple(batch_lengths(8, 2048, 0.34)), "padded"), both)

@@ -6,7 +6,8 @@ that torch can activate.
 
 bf16, ms of forward ("forward_ms") and of forward and backward together ("ms"); rows go to
 DIR/long_documents.jsonl. "segments, planned" is what a model runs; "n segments" are other cuts;
-"parts" times the steps of the planned cut one by one. Errors are of bf16 against fp64, relative RMS
+"parts" times the steps of the planned cut one by one. "bounded" rows are those of CUDA graphs, and
+replayed in one: documents whole, and cut after so many chunks. Errors are of bf16 against fp64, relative RMS
 of values and of the worst gradient.
 """
 
@@ -23,9 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_packfree.graphs.bucket import bucket_of, in_bucket
 from hf_packfree.ops.attention import attention, cudnn
 from hf_packfree.ops.backend import BATCH_INVARIANT
 from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.ops.delta_rule.even_segments import cut_evenly
 from hf_packfree.ops.delta_rule.flash_qla_segments import FlashQLAScans, parallel_segments
 from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, walk_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
@@ -35,6 +38,12 @@ from tests.benchmarks.timing import Clock, Results
 from tests.support import relative_rms
 
 CUTS = (6, 8, 16, 24, 32)
+# documents of the rows of CUDA graphs, in tokens
+BOUNDED = tuple(
+    row
+    for tokens in (2048, 4096, 8192)
+    for row in ((tokens,), (tokens // 2 + 100, tokens // 2 - 100), (tokens // 8,) * 8)
+)
 SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -54,6 +63,7 @@ def main() -> None:
     if options.tiny:
         delta_rule(results, clock, 256, 1, 2, 16)
         full_attention(results, clock, 256, 2, 1, 16)
+        bounded(results, clock, (512, 64), 1, 2, 16)
         return errors(results, clock.device, 300, 1, 2, 16)
     for tokens in (32768, 131072):
         delta_rule(results, clock, tokens, 16, 16, 128)
@@ -62,8 +72,12 @@ def main() -> None:
     for tokens in (65536, 16384, 8192, 4096):
         delta_rule(results, clock, tokens, 16, 16, 128)
     full_attention(results, clock, 65536, 8, 2, 256)
+    for lengths in BOUNDED:
+        bounded(results, clock, lengths, 16, 16, 128)
     # whose kernels TileLang compiles anew: minutes
     delta_rule(results, clock, 32768, 16, 32, 128)
+    for lengths in BOUNDED:
+        bounded(results, clock, lengths, 16, 32, 128)
 
 
 def leaves_of(
@@ -102,13 +116,53 @@ def delta_rule(
     )
     plans |= {} if planned is None else {"segments, planned": planned}
     for name, plan in plans.items():
-        calls[f"{name} ({plan.record.num_segments})"] = partial(
-            first_of, walk_segments, *leaves, None, plan, scans
-        )
+        calls[f"{name} ({plan.record.num_segments})"] = partial(walk_segments, *leaves, plan, scans)
     for name, call in calls.items():
         time_both(results, clock, workload, name, call, leaves, tokens)
     if planned is not None:
         results.row(workload, "parts", partial(parts, clock, leaves, planned, scans))
+
+
+def bounded(
+    results: Results,
+    clock: Clock,
+    lengths: tuple[int, ...],
+    heads: int,
+    values: int,
+    size: int,
+) -> None:
+    """Time it on a bounded row, its documents whole and cut after so many chunks."""
+    on_gpu, row = clock.device == "cuda", PackedSequence.from_lengths(lengths, device=clock.device)
+    workload = f"bounded, delta rule {heads}/{values}, {len(lengths)} of {max(lengths)}"
+    packed, dtype = in_bucket(row, bucket_of(row)), torch.bfloat16 if on_gpu else torch.float32
+    leaves = leaves_of(clock.device, packed.num_tokens, heads, values, size, dtype)
+    scans = FlashQLAScans() if on_gpu else TorchScans()
+    backend = "flash_qla" + BATCH_INVARIANT if on_gpu else "torch"
+    calls: dict[str, Callable[[], Tensor]] = {
+        "whole": partial(gated_delta_rule, *leaves, packed, qk_l2norm=False, backend=backend)
+    }
+    for chunks in (4, 8, 16, 32):
+        if 2 * chunks * CHUNK <= max(lengths):
+            plan = Segments(*packed.cached(cut_evenly, chunks))
+            calls[f"{chunks} chunks"] = partial(walk_segments, *leaves, plan, scans)
+    for name, call in calls.items():
+        results.row(workload, name, partial(replayed, clock, call, leaves))
+
+
+def replayed(clock: Clock, call: Callable[[], Tensor], leaves: list[Tensor]) -> dict[str, Any]:
+    """Time forward and backward of `call` in a CUDA graph; on a CPU, by themselves."""
+    gradient = torch.randn_like(call())
+
+    def both() -> Any:
+        return torch.autograd.grad(call(), leaves, gradient)
+
+    if clock.device == "cpu":
+        return clock.measure(both)
+    both()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    return clock.measure(graph.replay)
 
 
 def even(packed: PackedSequence, cut: int) -> Segments:
@@ -118,18 +172,13 @@ def even(packed: PackedSequence, cut: int) -> Segments:
     return Segments.of(packed, [[step] * whole + [rest] * (rest > 0)])
 
 
-def first_of(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Tensor:
-    """Return the first of what it returns."""
-    return function(*args)[0]
-
-
 def parts(clock: Clock, leaves: list[Tensor], segments: Segments, scans: Any) -> dict[str, Any]:
     """Return the ms of every step."""
     with torch.no_grad():
         saved = scans.prepare(*leaves, segments)
         transition, addend = scans.summarize(saved, segments)
         before = fold(transition, addend, None, segments.firsts)
-        out, _ = scans.walk(saved, before, segments)
+        out = scans.walk(saved, before, segments)
         d_out = torch.randn_like(out)
         back = scans.summarize_gradient(saved, d_out, segments)
         after = fold(transition, back, None, segments.firsts, reverse=True)
@@ -269,7 +318,7 @@ def errors(results: Results, device: str, tokens: int, heads: int, values: int, 
     calls: dict[str, Callable[..., Tensor]] = {"whole": whole}
     for cut in (8, 16):
         calls[f"{cut} segments"] = partial(
-            lambda plan, *x: walk_segments(*x, None, plan, scans)[0], even(packed, cut)
+            lambda plan, *x: walk_segments(*x, plan, scans), even(packed, cut)
         )
     for name, call in calls.items():
 

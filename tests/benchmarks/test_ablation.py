@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_packfree.models import peft_lora
+from hf_packfree.ops.delta_rule import even_segments
 from hf_packfree.ops.fused import lora
 from hf_packfree.ops.loss import OP as LOSS
 from hf_packfree.ops.loss.scaled import scaled, triton_scaled
@@ -16,6 +17,7 @@ from tests.benchmarks.batches import Load, step_of
 from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.shapes import SHAPES
 from tests.integrations.marks import needs
+from tests.support import runner_of
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,18 @@ def test_the_loss_is_the_same(model, off, input_format):
     with {**ablation.HOST, **ablation.GPU}[off](model):
         assert torch.equal(step(), wanted)
     assert torch.equal(step(), wanted)
+
+
+def test_documents_are_whole_in_graphs_of_their_own(model):
+    runner, longest = runner_of(model), (8192, 16, 8192, 8)
+    graphs, cut = runner.graphs, even_segments.segment_size(*longest)
+    others = []
+    for _ in range(2):
+        with ablation.LONG["segments in graphs"](model):
+            assert even_segments.segment_size(*longest) is None
+            others.append(runner.graphs)
+    assert others[0] is others[1] is not graphs
+    assert runner.graphs is graphs and even_segments.segment_size(*longest) == cut
 
 
 @needs("peft")

@@ -273,6 +273,8 @@ def test_what_changes_between_steps(record):
     model, lengths = model_of(), ROWS[0]
     for _ in range(3):
         step(model, lengths)
+        # whose long document is cut in a graph
+        step(model, ROWS[4])
     replayed = runner_of(model).replayed
     with torch.no_grad():
         for parameter in model.parameters():

@@ -12,8 +12,10 @@ from hf_packfree.ops.attention import attention
 from hf_packfree.ops.backend import Target
 from hf_packfree.ops.delta_rule import OP as DELTA_RULE
 from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.ops.delta_rule.even_segments import cut_evenly
 from hf_packfree.ops.delta_rule.segments import Segments, walk_segments
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.bounded import filled
 from tests.gpu.checks import ATTENTION, DEVICE, HEADS, TRIAL, gpu
 from tests.gpu.op import as_leaves
 from tests.gpu.op_table import unit_leaves
@@ -46,8 +48,11 @@ def test_queries_are_the_last_of_their_document(backend, history, lengths):
     assert_near(found, leaves, wanted, wide)
 
 
+@pytest.mark.parametrize("bounded", [False, True], ids=["", "bounded"])
 @pytest.mark.parametrize("backend", DELTA_RULE.backends)
-def test_documents_in_segments_are_whole_documents(backend):
+def test_documents_in_segments_are_whole_documents(backend, bounded):
+    if bounded and not DELTA_RULE.backends[backend].runs_bounded and not TRIAL:
+        pytest.skip(f"rows of CUDA graphs do not run in {backend}")
     dtype = torch.float32 if TRIAL else torch.bfloat16
     capability = None if TRIAL else torch.cuda.get_device_capability()
     if (
@@ -61,8 +66,12 @@ def test_documents_in_segments_are_whole_documents(backend):
     leaves = [*as_leaves(unit_leaves(packed.num_tokens), dtype).values()]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     wanted = gated_delta_rule(*wide, packed, qk_l2norm=False)
-    scans = DELTA_RULE.backends[backend].scans
-    found, _ = walk_segments(*leaves, None, Segments.of(packed, CUT), scans)
+    scans, segments = DELTA_RULE.backends[backend].scans, Segments.of(packed, CUT)
+    if bounded:
+        # ends with its last document, then come empty ones
+        row = filled(packed, packed.num_tokens, 16, packed.num_tokens)
+        segments = Segments(*row.cached(cut_evenly, 2))
+    found = walk_segments(*leaves, segments, scans)
     assert_near(found, leaves, wanted, wide)
 
 

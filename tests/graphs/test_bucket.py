@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hf_packfree.graphs.bucket import FINEST, STEPS, Bucket, bucket_of, in_bucket
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable
 from hf_packfree.ops.attention import cudnn
-from hf_packfree.ops.delta_rule.segments import plan_segments
 from hf_packfree.packing import PackedSequence, chunk_plan
 
 rows = st.lists(st.integers(1, 700), min_size=1, max_size=40)
@@ -48,12 +47,6 @@ def test_a_bucket_is_not_for_rows_that_are_much_shorter():
     assert not bucket.holds(PackedSequence.from_lengths([1000, 499]))
     assert not bucket.holds(PackedSequence.from_lengths([1025, 500]))
     assert not bucket.holds(PackedSequence.from_lengths([100] * 15))
-
-
-def test_documents_of_a_bounded_row_are_not_cut():
-    packed = PackedSequence.from_lengths([8000, 64])
-    assert plan_segments(packed, 8) is not None
-    assert plan_segments(in_bucket(packed, bucket_of(packed)), 8) is None
 
 
 def test_documents_of_a_bounded_row_do_not_go_to_cudnn(monkeypatch):

@@ -58,7 +58,7 @@ def test_documents_in_segments_are_whole_documents(calls):
     d_out = torch.randn(1, packed.num_tokens, HV, V)
     wanted = gated_delta_rule(*leaves, packed, qk_l2norm=False)
     wanted_gradients = torch.autograd.grad(wanted, leaves, d_out)
-    found, _ = walk_segments(*leaves, None, Segments.of(packed, CUT), FLAScans())
+    found = walk_segments(*leaves, Segments.of(packed, CUT), FLAScans())
     gradients = torch.autograd.grad(found, leaves, d_out)
     assert relative_rms(found, wanted) <= 1e-6
     assert max(map(relative_rms, gradients, wanted_gradients)) <= 1e-5

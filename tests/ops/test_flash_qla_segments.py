@@ -134,15 +134,15 @@ class Kernels:
     ):
         assert (scale or SCALE, output_final_state, output_h, output_o, cp_seq_map) == (
             SCALE,
-            True,
+            False,
             False,
             True,
             None,
         )
         assert self.is_plan(cu_seqlens) and raw_cu_seqlens is cu_seqlens
         self.calls.append("walk")
-        out, final = self.scans.walk(self.saved(q, k, v, a, g, b), initial_state, SEGMENTS)
-        return out, None, final
+        out = self.scans.walk(self.saved(q, k, v, a, g, b), initial_state, SEGMENTS)
+        return out, None, None
 
     def fused_gdr_dh(
         self,

@@ -161,14 +161,14 @@ class _Rule(Function):
             _turns(packed, segments, 0 if waits else None),
         )
         outs = [
-            scans.walk(turn.of(saved), before[turn.documents], turn.segments)[:1] for turn in early
+            (scans.walk(turn.of(saved), before[turn.documents], turn.segments),) for turn in early
         ]
         if waits:
             state = _along(sent, slice(shard.before().start, shard.rank + 1), packed)[-1]
             before[0] = state
         if segments.are_cut(packed):
             before = fold(transition, addend, before, segments.firsts)
-        outs.append(scans.walk(late.of(saved), before[late.documents], late.segments)[:1])
+        outs.append((scans.walk(late.of(saved), before[late.documents], late.segments),))
         if sent is not None and not waits:
             # keeps the exchange's tensors alive until it is done; the result is not needed
             sent.wait()

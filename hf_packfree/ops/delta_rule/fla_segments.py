@@ -43,12 +43,10 @@ class FLAScans:
         addend, transition = final.split([v.shape[-1], size], -1)
         return part.of_all(transition), part.of_all(addend)
 
-    def walk(
-        self, saved: Saved, initial_state: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    def walk(self, saved: Saved, initial_state: Tensor, segments: Segments) -> Tensor:
         """Run the forward pass."""
         q, k, v, g, beta = saved
-        return with_states(q, k, v, g, beta, initial_state, segments.record, False)
+        return with_states(q, k, v, g, beta, initial_state, segments.record, False)[0]
 
     def summarize_gradient(self, saved: Saved, d_out: Tensor, segments: Segments) -> Tensor:
         """Run the backward pass with zero as the gradient of the final states: that of the initial

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hf_packfree.ops.backend import on_hopper
 from hf_packfree.ops.delta_rule import flash_qla
+from hf_packfree.ops.delta_rule.even_segments import segments_of
 from hf_packfree.ops.delta_rule.flash_qla import planned_cu_seqlens
 from hf_packfree.ops.delta_rule.reference import rounded_l2norm
-from hf_packfree.ops.delta_rule.segments import Segments, plan_segments, walk_segments
+from hf_packfree.ops.delta_rule.segments import Segments, walk_segments
 from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.packing.marks import FLASH_QLA_PLAN
@@ -81,15 +82,13 @@ class FlashQLAScans:
         scan(k, v, solved, sums, beta, unused, offsets, firsts, chunks, states, state, transition)
         return transition, state
 
-    def walk(
-        self, saved: Saved, initial_state: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    def walk(self, saved: Saved, initial_state: Tensor, segments: Segments) -> Tensor:
         """Run the forward kernel."""
         from flash_qla.ops.gated_delta_rule.chunk import fused_gdr_fwd
 
         q, k, v, sums, beta, solved = saved
         offsets = segments.record.cached(planned_cu_seqlens)
-        out, _, final = fused_gdr_fwd(
+        out: Tensor = fused_gdr_fwd(
             q,
             k,
             v,
@@ -97,11 +96,11 @@ class FlashQLAScans:
             sums,
             beta,
             initial_state=initial_state,
-            output_final_state=True,
+            output_final_state=False,
             cu_seqlens=offsets,
             raw_cu_seqlens=offsets,
-        )
-        return out, final
+        )[0]
+        return out
 
     def summarize_gradient(self, saved: Saved, d_out: Tensor, segments: Segments) -> Tensor:
         """Scan every segment that follows another of its document, backwards, from zero gradients
@@ -165,11 +164,7 @@ def gated_delta_rule(
     qk_l2norm: bool,
 ) -> Tensor:
     """See `hf_packfree.ops.delta_rule.gated_delta_rule`."""
-    segments = (
-        packed.cached(plan_segments, parallel_segments(q, v.shape[2]))
-        if cuts_on(q.device)
-        else None
-    )
+    segments = segments_of(packed, parallel_segments(q, v.shape[2])) if cuts_on(q.device) else None
     if segments is None:
         return flash_qla.gated_delta_rule(q, k, v, g, beta, packed, qk_l2norm)
     return in_segments(q, k, v, g, beta, segments, qk_l2norm)
@@ -183,7 +178,7 @@ def in_segments(
         q, k = map(rounded_l2norm, (q, k))
     # TileLang launches on the current device
     with torch.cuda.device_of(q):
-        return walk_segments(q, k, v, g, beta, None, segments, FlashQLAScans())[0]
+        return walk_segments(q, k, v, g, beta, segments, FlashQLAScans())
 
 
 def cuts_on(device: torch.device) -> bool:

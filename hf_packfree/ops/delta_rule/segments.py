@@ -36,12 +36,12 @@ _SHORTEST = 64
 # most segments of a row, as a multiple of those that run in parallel: the states of all are kept
 _MOST = 8
 # time for M, B and C of a chunk, as a fraction of the time to walk a chunk
-_SUMMARY_COST = 0.4
+SUMMARY_COST = 0.4
 # time to fold a segment, as a fraction of the time to walk a chunk
-_FOLD_COST = 0.5
+FOLD_COST = 0.5
 # numbers of segments that are tried, as multiples of those that run in parallel
 _ROUNDS = (0.25, 0.5, 1, 2, 3)
-_GAIN = 0.95
+GAIN = 0.95
 # columns of a state in one program of the fold, whose steps take a few microseconds each
 _COLUMNS = 32
 _WARPS = 8
@@ -53,19 +53,18 @@ class Segments:
 
     Attributes:
         record: of the segments.
-        firsts: int32 [N+1] on the row's device, each document's first segment, and S.
-        last: int64 [N] on the row's device, each document's last segment.
+        firsts: int32 [N+1] on the row's device, each document's first segment, and the number of
+            all documents' segments: S, or less where a bounded row ends in empty ones.
         chunks: int32 [2, S] on the row's device, the number of chunks of each segment: in row 0 for
             segments that another of their document follows, in row 1 for those that follow another;
             else 0.
-        chunks_cpu: the same on the host.
+        on_host: the same on the host; None where the row's record is bounded.
     """
 
     record: PackedSequence
     firsts: Tensor
-    last: Tensor
     chunks: Tensor
-    chunks_cpu: Tensor
+    on_host: Tensor | None = None
 
     @classmethod
     def of(cls, packed: PackedSequence, pieces: Sequence[Sequence[int]]) -> Segments:
@@ -82,10 +81,8 @@ class Segments:
         chunks = -(-record.cu_seqlens_cpu.diff() // CHUNK).expand(2, -1).contiguous()
         chunks[0, firsts[1:] - 1] = 0
         chunks[1, firsts[:-1]] = 0
-        first, last, table = (
-            x.to(device, non_blocking=True) for x in (firsts.int(), firsts[1:] - 1, chunks)
-        )
-        return cls(record, first, last, table, chunks)
+        first, table = (x.to(device, non_blocking=True) for x in (firsts.int(), chunks))
+        return cls(record, first, table, chunks)
 
     def continued(self, before: bool, after: bool) -> Segments:
         """Return the segments of a row that is part of a longer one.
@@ -97,9 +94,13 @@ class Segments:
         table, sizes = self.chunks_cpu.clone(), -(-self.record.cu_seqlens_cpu.diff() // CHUNK)
         table[0, -1] = sizes[-1] if after else 0
         table[1, 0] = sizes[0] if before else 0
-        return replace(
-            self, chunks=table.to(self.chunks.device, non_blocking=True), chunks_cpu=table
-        )
+        return replace(self, chunks=table.to(self.chunks.device, non_blocking=True), on_host=table)
+
+    @property
+    def chunks_cpu(self) -> Tensor:
+        """`chunks` on the host."""
+        assert self.on_host is not None, "the host does not know a bounded row's documents"
+        return self.on_host
 
     def are_cut(self, packed: PackedSequence) -> bool:
         """Whether any document of the row has several segments."""
@@ -121,20 +122,17 @@ class Segments:
 
 
 def plan_segments(packed: PackedSequence, parallel: int) -> Segments | None:
-    """Cut documents into segments where that is expected to be faster. None: no document is cut, as
-    in a bounded row, whose plan also serves other rows.
+    """Cut documents into segments where that is expected to be faster. None: no document is cut.
 
     Args:
         packed: the documents.
         parallel: how many segments run at once, each with all of its heads.
     """
-    if packed.bounded:
-        return None
     chunks = [-(-length // CHUNK) for length in packed.lengths]
     longest, share = max(chunks), sum(chunks) / parallel
     if longest < _SHORTEST or longest <= share or len(chunks) >= _MOST * parallel:
         return None
-    best, found = _GAIN * makespan(chunks, parallel), None
+    best, found = GAIN * makespan(chunks, parallel), None
     for rounds in _ROUNDS:
         parts = [_even(count, ceil(share / rounds)) for count in chunks]
         time = _time(parts, parallel)
@@ -152,7 +150,7 @@ def _time(parts: Sequence[Sequence[int]], parallel: int) -> float:
         makespan(chunks, parallel)
         for chunks in ([part for document in parts for part in document], cut)
     )
-    return walk + _SUMMARY_COST * summary + _FOLD_COST * max(map(len, parts))
+    return walk + SUMMARY_COST * summary + FOLD_COST * max(map(len, parts))
 
 
 def makespan(sizes: Sequence[int], parallel: int) -> float:
@@ -200,10 +198,8 @@ class Scans(Protocol):
     def summarize(self, saved: tuple[Tensor, ...], segments: Segments) -> tuple[Tensor, Tensor]:
         """Return M and B of every segment; those of a document's last segment are not used."""
 
-    def walk(
-        self, saved: tuple[Tensor, ...], initial_state: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output [1, T, HV, V], and the state after every segment."""
+    def walk(self, saved: tuple[Tensor, ...], initial_state: Tensor, segments: Segments) -> Tensor:
+        """Return the output [1, T, HV, V], given the state before every segment."""
 
     def summarize_gradient(
         self, saved: tuple[Tensor, ...], d_out: Tensor, segments: Segments
@@ -296,22 +292,20 @@ def walk_segments(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Tensor | None,
     segments: Segments,
     scans: Scans,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Run the gated delta rule on documents cut into segments; differentiable.
 
     Args:
         q, k, v, g, beta: see `hf_packfree.ops.delta_rule.gated_delta_rule`; q and k have norm 1.
-        initial_state: [N, HV, K, V], the state before every document; None: zero.
         segments: of the documents.
         scans: of the backend.
 
     Returns:
-        The output [1, T, HV, V], and the state after every document [N, HV, K, V].
+        [1, T, HV, V].
     """
-    return _Walk.apply(q, k, v, g, beta, initial_state, segments, scans)  # type: ignore[no-any-return]
+    return _Walk.apply(q, k, v, g, beta, segments, scans)  # type: ignore[no-any-return]
 
 
 class _Walk(Function):
@@ -323,29 +317,26 @@ class _Walk(Function):
         v: Tensor,
         g: Tensor,
         beta: Tensor,
-        initial_state: Tensor | None,
         segments: Segments,
         scans: Scans,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         saved = scans.prepare(q, k, v, g, beta, segments)
         transition, addend = scans.summarize(saved, segments)
-        before = fold(transition, addend, initial_state, segments.firsts)
-        out, after = scans.walk(saved, before, segments)
+        before = fold(transition, addend, None, segments.firsts)
         ctx.save_for_backward(*saved, transition, before)
-        ctx.plan = segments, scans, initial_state is not None
-        return out, after.index_select(0, segments.last)
+        ctx.plan = segments, scans
+        return scans.walk(saved, before, segments)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         *saved, transition, before = ctx.saved_tensors
-        segments, scans, given = ctx.plan
+        segments, scans = ctx.plan
         d_out = d_out.contiguous()
         addend = scans.summarize_gradient(saved, d_out, segments)
-        d_after = fold(transition, addend, d_final, segments.firsts, reverse=True)
-        *gradients, d_before = scans.walk_back(saved, before, d_out, d_after, segments)
-        d_initial = d_before.index_select(0, segments.firsts[:-1]) if given else None
-        return *gradients, d_initial, None, None
+        d_after = fold(transition, addend, None, segments.firsts, reverse=True)
+        *gradients, _ = scans.walk_back(saved, before, d_out, d_after, segments)
+        return *gradients, None, None
 
 
 __all__ = ["Scans", "Segments", "fold", "plan_segments", "walk_segments"]

@@ -133,20 +133,13 @@ class TorchScans:
             *zero.shape[:2], -1, -1
         )
         nothing = v.new_zeros(*v.shape[:3], k.shape[-1])
-        return self.walk((q, k, nothing, g, beta), identity, segments)[1], self.walk(
-            saved, zero, segments
-        )[1]
+        _, transition = _pass((q, k, nothing, g, beta), identity, segments)
+        _, addend = _pass(saved, zero, segments)
+        return transition, addend
 
-    def walk(
-        self, saved: Saved, initial_state: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    def walk(self, saved: Saved, initial_state: Tensor, segments: Segments) -> Tensor:
         """Run the forward pass."""
-        with torch.autocast(initial_state.device.type, enabled=False):
-            out, final = forward_pass(
-                [x[0] for x in saved], saved[0].shape[-1], segments.record, False, initial_state
-            )
-        assert final is not None
-        return out, final
+        return _pass(saved, initial_state, segments)[0]
 
     def summarize_gradient(self, saved: Saved, d_out: Tensor, segments: Segments) -> Tensor:
         """Run the backward pass with zero as the gradient of the final states: that of the initial
@@ -170,6 +163,16 @@ class TorchScans:
                 inputs, d_out[0], size, segments.record, False, initial_state, d_final
             )
         return found  # type: ignore[return-value]
+
+
+def _pass(saved: Saved, initial_state: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Return the output of the forward pass, and the state after every segment."""
+    with torch.autocast(initial_state.device.type, enabled=False):
+        out, final = forward_pass(
+            [x[0] for x in saved], saved[0].shape[-1], segments.record, False, initial_state
+        )
+    assert final is not None
+    return out, final
 
 
 def _states(saved: Saved, segments: Segments) -> Tensor:
