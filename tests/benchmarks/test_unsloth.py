@@ -41,7 +41,10 @@ def test_rows_of_our_engine(tmp_path, monkeypatch):
     assert leak["logits_against_alone"] < 0.02 < leak["logits_unmarked_against_alone"]
     assert long["real_tokens"] == 4 * short["real_tokens"] == 4 * trained["real_tokens"]
     assert short["loss"] == pytest.approx(trained["loss"], rel=0.01)
-    assert trained["runs"] == 2 and short["implementations"]["delta_rule"] == "torch"
+    assert (
+        trained["runs"] == trained["steps"] == 2
+        and short["implementations"]["delta_rule"] == "torch"
+    )
     assert rows.keys() - {"unsloth-leak"} <= report.TITLES.keys()
     # what is there is not timed again
     assert len(run(tmp_path, "packfree")) == len(rows)
@@ -51,6 +54,14 @@ def test_rows_of_our_engine(tmp_path, monkeypatch):
 
 
 SOURCE = {"machine": "CPU", "date": "2026-11-25", "versions": {}}
+
+
+def test_training_ends_when_it_is_late():
+    control = SimpleNamespace(should_training_stop=False)
+    begins = unsloth.Begins("cpu", iter([False, True]).__next__)
+    for late in (False, True, True):
+        begins.on_step_end(None, None, control)
+        assert control.should_training_stop is late
 
 
 @pytest.mark.slow

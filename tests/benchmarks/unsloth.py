@@ -14,8 +14,10 @@ autocast, layers not recomputed. A step drops gradients, makes the loss, runs ba
 "loss" is the first step's, the same in both engines but for rounding. Unsloth is loaded as its
 documentation does, its own SFTTrainer puts it into packing, and its collator makes the batches.
 "unsloth-8k-trainer" is `trainer.train()` of the engine's own SFTTrainer (packing=True), ours with
-PackFreeCallback, step to step. "unsloth-leak" times nothing: "influence" is the largest change of
-documents' logits when the tokens of the others change, 0 where documents are kept apart.
+PackFreeCallback, step to step: the median of the last 20 steps, of 200 or of those that `--minutes`
+leave time for; "slow_steps" of them all took 1.5 times as long. "unsloth-leak" times nothing:
+"influence" is the largest change of documents' logits when the tokens of the others change, 0 where
+documents are kept apart.
 
 Rows are appended to DIR/rows.jsonl, where `tests.benchmarks.run_all --assemble` finds them; those
 that it holds are not timed again. Ours have to agree with the rows of `tests.benchmarks.measure`, and
@@ -65,15 +67,21 @@ from tests.benchmarks.unsloth_engines import (
 PACKAGES = ("unsloth", "unsloth_zoo", "transformers", "torch", "triton", "trl", "peft")
 PACKAGES += ("fla-core", "flash-qla")
 LEAK = (5, 512, 64, 700, 7, 130, 630)
+LAST = 20
+"""The steps of a trainer that are its row."""
 LATE = 1.5
 """A step that takes so many times as long as the others compiled or tuned something."""
 
 
 class Begins(TrainerCallback):  # type: ignore[misc]
-    """When steps begin, without waiting for the device."""
+    """When steps begin, without waiting for the device; ends training when it is `late`."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.marks = device, list[Any]()
+    def __init__(self, device: str, late: Callable[[], bool]) -> None:
+        self.device, self.late, self.marks = device, late, list[Any]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End training when it is late."""
+        control.should_training_stop = control.should_training_stop or self.late()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Mark the stream, or note the time."""
@@ -135,19 +143,25 @@ def settle(clock: Clock, step: Callable[[], Any], most: int = 15) -> None:
         times.append(clock.once(step))
 
 
-def train(engine: Any, clock: Clock, lengths: Sequence[int]) -> dict[str, Any]:
+def train(
+    engine: Any, clock: Clock, lengths: Sequence[int], late: Callable[[], bool]
+) -> dict[str, Any]:
     """Time `trainer.train()` from where a step begins to where the next does."""
-    begins = Begins(engine.device)
+    begins = Begins(engine.device, late)
     trainer = engine.trainer(sum(lengths), begins)
+    assert trainer.args.gradient_accumulation_steps == 1, "found steps of several rows; wanted one"
     reset(checked(engine.model))
     rows = trainer.train_dataset["seq_lengths"]
-    loss, times = trainer.train().training_loss, begins.times()
+    loss, every = trainer.train().training_loss, begins.times()
+    times = every[-LAST:]
     ms, real = statistics.median(times), statistics.mean(map(sum, rows))
     return {
         "ms": ms,
         "ms_min": min(times),
         "ms_max": max(times),
         "runs": len(times),
+        "steps": len(every),
+        "slow_steps": sum(time > LATE * ms for time in every),
         # what our CUDA graphs keep is allocated by nobody
         "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if clock.device == "cuda" else 0.0,
         "loss": loss,
@@ -255,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", required=True, choices=["prepare", *ENGINES])
     parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--only", default="", help="searched in 'workload variant'")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true")
@@ -268,13 +283,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log_normal_lengths(tokens // part, longest=2048 // part, shortest=32 // part)
         for tokens in TOKENS
     )
+    results = Results(options.out / "rows.jsonl", options.minutes, options.only, resume=True)
     rows: dict[str, tuple[Callable[..., dict[str, Any]], Sequence[int]]] = {
         "2b-8k-lora-autocast": (loop, short),
         "2b-32k-lora-autocast": (loop, long),
         "unsloth-leak": (leak, [max(2, length // part) for length in LEAK]),
-        "unsloth-8k-trainer": (train, short),
+        "unsloth-8k-trainer": (partial(train, late=results.late), short),
     }
-    results = Results(options.out / "rows.jsonl", options.minutes, resume=True)
     kind = ENGINES[options.engine]
     if not any(results.wanted(workload, kind.variant) for workload in rows):
         return

@@ -29,7 +29,7 @@ TARGETS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down",
 TARGETS += [f"in_proj_{name}" for name in ("qkv", "z", "b", "a")]
 ADAPTERS: dict[str, Any] = {"r": 16, "lora_alpha": 16, "bias": "none", "target_modules": TARGETS}
 TOKENS = (8192, 32768)
-STEPS, WARMUP = 30, 10
+STEPS, WARMUP = 200, 10
 
 
 def documents(lengths: Iterable[int], vocabulary: int, seed: int) -> list[Tensor]:
@@ -91,6 +91,8 @@ def sft(
     arguments = SFTConfig(
         output_dir=str(folder),
         per_device_train_batch_size=1,
+        # Unsloth's default is 2
+        gradient_accumulation_steps=1,
         packing=True,
         max_length=tokens,
         max_steps=STEPS,
