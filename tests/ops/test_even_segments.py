@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +12,15 @@ from hypothesis import strategies as st
 from hf_packfree.graphs.bucket import Bucket, in_bucket
 from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.unread import UnreadSequence
-from hf_packfree.ops.delta_rule import gated_delta_rule
+from hf_packfree.ops.delta_rule import flash_qla, gated_delta_rule
 from hf_packfree.ops.delta_rule.even_segments import cut_evenly, segment_size, segments_of
+from hf_packfree.ops.delta_rule.flash_qla import planned_cu_seqlens
 from hf_packfree.ops.delta_rule.segments import Segments, walk_segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
-from hf_packfree.ops.fla_support import CHUNK, plan_chunks
+from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.marks import FLASH_QLA_PLAN
+from hf_packfree.packing.opaque import replaced
 from tests.ops.test_delta_rule_states import with_state
 from tests.support import relative_rms, values_and_gradients
 
@@ -29,13 +34,17 @@ def in_pieces(packed, size):
 
 
 @settings(max_examples=60)
-@given(lengths=rows, size=st.integers(1, 5))
-def test_every_document_is_cut_by_itself(lengths, size):
+@given(lengths=rows, size=st.integers(1, 5), longest=st.booleans())
+def test_every_document_is_cut_by_itself(lengths, size, longest):
     row = in_bucket(PackedSequence.from_lengths(lengths), BUCKET)
+    row = replaced(row, max_seqlen=200) if longest else row
     segments = in_pieces(row, size)
     record, step = segments.record, size * CHUNK
     assert record.num_segments == 1024 // step + 16
-    assert record.bounded and record.max_seqlen == step and record.cu_seqlens_cpu[-1] == 1024
+    assert record.bounded and record.max_seqlen == min(step, 200 if longest else 1024)
+    assert record.cu_seqlens_cpu[-1] == 1024
+    plans = record.cu_seqlens, record.seq_idx, segments.firsts, segments.chunks
+    assert {plan.dtype for plan in plans} == {torch.int32}
     spare = 1024 - sum(lengths)
     firsts, chunks = segments.firsts.tolist(), segments.chunks.tolist()
     for number, length in enumerate([*lengths, spare] if spare else lengths):
@@ -55,10 +64,11 @@ def test_every_document_is_cut_by_itself(lengths, size):
 
 @settings(max_examples=20)
 @given(lengths=rows, other=rows, size=st.integers(1, 5))
+@mock.patch.object(flash_qla, "is_known", lambda: True)
 def test_plans_of_the_device_are_those_of_the_host(lengths, other, size):
     """And a captured record becomes another row's."""
     captured = CapturedSequence.of(in_bucket(PackedSequence.from_lengths(other), BUCKET))
-    in_pieces(captured, size).record.cached(plan_chunks, CHUNK)
+    in_pieces(captured, size).record.cached(planned_cu_seqlens)
     row = in_bucket(PackedSequence.from_lengths(lengths), BUCKET)
     starts = torch.zeros(1025, dtype=torch.bool)
     starts[row.cu_seqlens[:-1].long()] = True
@@ -67,8 +77,11 @@ def test_plans_of_the_device_are_those_of_the_host(lengths, other, size):
     assert torch.equal(found.firsts, wanted.firsts) and torch.equal(found.chunks, wanted.chunks)
     assert torch.equal(found.record.cu_seqlens, wanted.record.cu_seqlens)
     assert torch.equal(found.record.seq_idx, wanted.record.seq_idx)
-    plans = (each.record.cached(plan_chunks, CHUNK) for each in (found, wanted))
-    assert all(map(torch.equal, *plans))
+    offsets = [each.record.cached(planned_cu_seqlens) for each in (found, wanted)]
+    assert torch.equal(*offsets)
+    (*sizes, chunks), (*others, wanted) = map(FLASH_QLA_PLAN.of, offsets)
+    assert torch.equal(chunks, wanted) and torch.equal(sizes.pop(1), others.pop(1))
+    assert sizes == others
 
 
 @pytest.mark.parametrize("lengths", [[900], [300, 1, 64, 500], [128, 128, 256, 512]], ids=str)
@@ -102,6 +115,9 @@ def test_cut_documents_are_whole_documents(lengths):
         (8192, 8192, 4, 32),
         (4096, 2048, 8, None),
         (8192, 1024, 8, None),
+        # folding more of them would take longer than walking them side by side saves
+        (1024, 1024, 16, None),
+        (4096, 4096, 16, 8),
         (2048, 256, 8, None),
         (8192, 8192, 1, None),
     ],

@@ -236,7 +236,12 @@ def test_segments_on_its_kernels_equal_documents_whole(qk_l2norm, kernels, recor
     found, wanted = (
         [x.detach().clone().requires_grad_() for x in (q, k, v, g, beta)] for _ in range(2)
     )
-    out = flash_qla_segments.in_segments(*found, SEGMENTS, qk_l2norm)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = flash_qla_segments.in_segments(*found, SEGMENTS, qk_l2norm)
+    # nothing that is made only for the forward pass hangs on what the backward pass reads
+    states = [x for x in kept if x.shape == (6, HV, SIZE, SIZE)]
+    assert len(states) == 2 and all(x.untyped_storage().nbytes() == x.nbytes for x in states)
     reference = gated_delta_rule(*wanted, PACKED, qk_l2norm=qk_l2norm)
     weight = torch.randn_like(out)
     gradients = [

@@ -69,11 +69,11 @@ def cut_evenly(packed: PackedSequence, size: int) -> tuple[PackedSequence, Tenso
     """
     offsets, device, tokens = packed.plan_offsets, packed.cu_seqlens.device, size * CHUNK
     firsts, document, number = chunk_plan(packed, tokens)
-    starts = torch.minimum(offsets[document] + number * tokens, offsets[document + 1])
-    starts = torch.cat([starts, offsets[-1:]])
+    # those that fill the plan up are in the last document, which is empty
+    starts = torch.cat([offsets[document] + number * tokens, offsets[-1:]])
     row = torch.arange(packed.num_tokens, dtype=torch.int32, device=offsets.device)
     of_token = torch.searchsorted(starts[1:], row, right=True, out_int32=True)
-    chunks = (starts.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor").int()
+    chunks = (starts.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
     # a segment's number, counted from the end of its document
     left = firsts[document + 1] - firsts[document] - 1 - number
     table = torch.stack((chunks * (left > 0), chunks * (number > 0)))

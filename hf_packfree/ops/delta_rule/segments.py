@@ -234,12 +234,12 @@ def fold(
         addend: B [S, HV, K, V], of the same dtype.
         given: [N, HV, K, V], the state before every document, or in reverse the gradient of the
             state after it; None: zero.
-        firsts: int32 [N+1], each document's first segment, and S.
+        firsts: see `Segments`.
         reverse: from each document's last segment to its first.
         backend: "triton" or "torch"; "auto": Triton on CUDA.
 
     Returns:
-        [S, HV, K, V] of that dtype.
+        [S, HV, K, V] of that dtype; without values for segments that no document has.
     """
     if backend == "triton" or (
         backend == "auto" and addend.is_cuda and addend.dtype == torch.float32
