@@ -1,5 +1,5 @@
-"""Segments of bounded rows (CUDA graphs): every document is cut after each so many tokens, whatever
-the other documents, so that one plan of fixed size serves all rows of a bucket.
+"""Segments of bounded rows (CUDA graphs): each document is cut after every so many tokens, whatever
+the other documents are, so that a plan of fixed size serves all rows of a bucket.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def segment_size(tokens: int, documents: int, longest: int, parallel: int) -> in
 
     Args:
         tokens, documents: T and N of the row.
-        longest: the bound of the documents' lengths, of which the longest has more than half.
+        longest: the bound of the documents' lengths, at most twice the longest of the row that the
+            bucket was made for.
         parallel: how many segments run at once.
     """
     chunks, whole = tokens / CHUNK, longest / CHUNK
