@@ -7,8 +7,8 @@ that torch can activate.
 bf16, ms of forward ("forward_ms") and of forward and backward together ("ms"); rows go to
 DIR/long_documents.jsonl. "segments, planned" is what a model runs; "n segments" are other cuts;
 "parts" times the steps of the planned cut one by one. "bounded" rows are those of CUDA graphs, and
-replayed in one: documents whole, and cut after so many chunks. Errors are of bf16 against fp64, relative RMS
-of values and of the worst gradient.
+replayed in one: documents whole, and cut after so many chunks. Errors are of bf16 against fp64,
+relative RMS of values and of the worst gradient.
 """
 
 from __future__ import annotations

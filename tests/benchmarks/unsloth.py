@@ -69,7 +69,7 @@ PACKAGES += ("fla-core", "flash-qla")
 LEAK = (5, 512, 64, 700, 7, 130, 630)
 LAST = 20
 """The steps of a trainer that are its row."""
-LATE = 1.5
+SLOW = 1.5
 """A step that takes so many times as long as the others compiled or tuned something."""
 
 
@@ -123,7 +123,7 @@ def loop(engine: Any, clock: Clock, lengths: Sequence[int]) -> dict[str, Any]:
     settle(clock, step)
     found = clock.measure(step)
     # something compiled late after all
-    if found["ms_max"] > LATE * found["ms"]:
+    if found["ms_max"] > SLOW * found["ms"]:
         found = clock.measure(step)
     return {
         **found,
@@ -139,7 +139,7 @@ def loop(engine: Any, clock: Clock, lengths: Sequence[int]) -> dict[str, Any]:
 def settle(clock: Clock, step: Callable[[], Any], most: int = 15) -> None:
     """Run a step until three in a row take about as long as each other."""
     times = [clock.once(step) for _ in range(3)]
-    while max(times[-3:]) > LATE * min(times[-3:]) and len(times) < most:
+    while max(times[-3:]) > SLOW * min(times[-3:]) and len(times) < most:
         times.append(clock.once(step))
 
 
@@ -161,7 +161,7 @@ def train(
         "ms_max": max(times),
         "runs": len(times),
         "steps": len(every),
-        "slow_steps": sum(time > LATE * ms for time in every),
+        "slow_steps": sum(time > SLOW * ms for time in every),
         # what our CUDA graphs keep is allocated by nobody
         "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if clock.device == "cuda" else 0.0,
         "loss": loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -20,7 +21,6 @@ from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.marks import FLASH_QLA_PLAN
-from hf_packfree.packing.opaque import replaced
 from tests.ops.test_delta_rule_states import with_state
 from tests.support import relative_rms, values_and_gradients
 
@@ -34,14 +34,13 @@ def in_pieces(packed, size):
 
 
 @settings(max_examples=60)
-@given(lengths=rows, size=st.integers(1, 5), longest=st.booleans())
+@given(lengths=rows, size=st.integers(1, 5), longest=st.sampled_from([200, 1024]))
 def test_every_document_is_cut_by_itself(lengths, size, longest):
-    row = in_bucket(PackedSequence.from_lengths(lengths), BUCKET)
-    row = replaced(row, max_seqlen=200) if longest else row
+    row = in_bucket(PackedSequence.from_lengths(lengths), replace(BUCKET, longest=longest))
     segments = in_pieces(row, size)
     record, step = segments.record, size * CHUNK
     assert record.num_segments == 1024 // step + 16
-    assert record.bounded and record.max_seqlen == min(step, 200 if longest else 1024)
+    assert record.bounded and record.max_seqlen == min(step, longest)
     assert record.cu_seqlens_cpu[-1] == 1024
     plans = record.cu_seqlens, record.seq_idx, segments.firsts, segments.chunks
     assert {plan.dtype for plan in plans} == {torch.int32}
@@ -108,9 +107,11 @@ def test_cut_documents_are_whole_documents(lengths):
 @pytest.mark.parametrize(
     "tokens, longest, parallel, wanted",
     [
+        # one document, 8 segments at once: into those that were fastest on an H200
         (2048, 2048, 8, 4),
         (4096, 4096, 8, 8),
         (8192, 8192, 8, 16),
+        # others, by the same model of costs
         (8192, 4096, 8, 16),
         (8192, 8192, 4, 32),
         (4096, 2048, 8, None),
@@ -123,7 +124,6 @@ def test_cut_documents_are_whole_documents(lengths):
     ],
 )
 def test_a_row_is_cut_where_one_document_would_be_waited_for(tokens, longest, parallel, wanted):
-    """Of one document, with 8 segments at once, into those that were fastest on an H200."""
     assert segment_size(tokens, 16, longest, parallel) == wanted
 
 

@@ -15,6 +15,7 @@ from hf_packfree.ops.delta_rule import flash_qla_segments, gated_delta_rule
 from hf_packfree.ops.delta_rule.segments import Segments
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.bounded import filled
 from tests.integrations.marks import integration
 from tests.support import relative_rms
 
@@ -271,3 +272,9 @@ def test_a_row_is_cut_where_its_kernels_are_known(monkeypatch):
         for packed in (long, short):
             flash_qla_segments.gated_delta_rule(x, x, x, x, x, packed, False)
     assert list(map(list, called)) == [[1024] * 8, [50], [8192], [50]]
+    called.clear()
+    monkeypatch.setattr(flash_qla_segments, "cuts_on", lambda device: True)
+    for packed in (long, short):
+        row = filled(packed, packed.num_tokens, 16, packed.num_tokens)
+        flash_qla_segments.gated_delta_rule(x, x, x, x, x, row, False)
+    assert list(map(list, called)) == [[1024] * 8 + [0] * 16, [50] + [0] * 15]

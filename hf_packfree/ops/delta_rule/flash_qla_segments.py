@@ -54,9 +54,10 @@ class FlashQLAScans:
         plan: Any = FLASH_QLA_PLAN.of(offsets)
         _, firsts, *_ = plan
         count, (heads, size) = segments.record.num_segments, v.shape[2:]
-        # apart from the others: the backward pass keeps it alone
-        transition = v.new_empty(count, heads, size, size, dtype=torch.float32)
-        state, unused = torch.empty_like(transition), torch.empty_like(transition)
+        # apart, since the backward pass keeps the transitions alone
+        transition, state, unused = (
+            v.new_empty(count, heads, size, size, dtype=torch.float32) for _ in range(3)
+        )
         scan = tilelang_prepare_h(
             heads,
             k.shape[2],
