@@ -16,6 +16,9 @@ from hf_packfree.packing.tree import Size, Tree, TreeSizes
 
 STEPS = 16
 """Number of bucket sizes from one power of two to the next: at most 1/16 of a row is padding."""
+FEWER_STEPS = 4
+"""The same number for graphs that rows of many lengths share, until more of their own length came.
+"""
 STEPS_OF_TREES = 8
 """The same number for a tree's paths, and for each of its levels: at most 1/8 of them is padding.
 It is smaller because only operations that mix tokens compute this padding.
@@ -34,7 +37,7 @@ class Bucket:
 
     Attributes:
         tokens: T of the padded row.
-        documents: N of the padded row: its documents, one segment of padding, and empty ones.
+        documents: N of the padded row: its documents, segments of padding, and empty ones.
         longest: `max_seqlen` of the padded row.
         tree: the sizes of the rows that operations build from a tree; None: the bucket is of rows
             without a tree.
@@ -49,11 +52,17 @@ class Bucket:
         """Whether the row fits into the bucket, and at most 1 / `STEPS` of the bucket is
         padding.
         """
+        return self.holds_tokens(packed.num_tokens) and self.takes(packed)
+
+    def takes(self, packed: PackedSequence) -> bool:
+        """Whether the row fits into the bucket, however much of the bucket is padding."""
         spare = self.tokens - packed.num_tokens
+        # at least one of padding, and an empty one
+        further = max(1, -(-spare // self.longest)) + 1
         return (
-            self.holds_tokens(packed.num_tokens)
-            and packed.num_segments + 2 <= self.documents
-            and max(packed.max_seqlen, spare) <= self.longest
+            spare >= 0
+            and packed.num_segments + further <= self.documents
+            and packed.max_seqlen <= self.longest
             and self._holds_tree(packed.tree, spare)
         )
 
@@ -79,12 +88,12 @@ def _fits(size: Size, bound: Size, tokens: int) -> bool:
     return fits and size.documents + 2 <= bound.documents
 
 
-def bucket_of(packed: PackedSequence, *, finest: bool = False) -> Bucket:
-    """Return the bucket of a row: its sizes, rounded up; T to the next multiple of `FINEST` alone
-    where `finest`, to the next of `STEPS` otherwise.
+def bucket_of(packed: PackedSequence, steps: int | None = STEPS) -> Bucket:
+    """Return the bucket of a row: its sizes, rounded up; T to one of so many steps from one power
+    of two to the next, or with None to the next multiple of `FINEST`.
     """
     tokens = packed.num_tokens
-    step = FINEST if finest else _step(tokens, STEPS, FINEST)
+    step = FINEST if steps is None else _step(tokens, steps, FINEST)
     tokens = _up(tokens, step)
     # one more document for the padding, and at least one empty document, with which plans are
     # filled up

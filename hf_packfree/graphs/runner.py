@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hf_packfree.errors import ran_out
 from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.ahead import Ahead, Inputs, Launched, places_of, widest
-from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket, lengthened_inputs
+from hf_packfree.graphs.bucket import Bucket, in_bucket, lengthened_inputs
+from hf_packfree.graphs.bucketing import CHANGES, MOST, Bucketing
 from hf_packfree.graphs.capture import (
     CaptureStream,
     Graph,
@@ -33,18 +34,6 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
 
 logger = logging.getLogger("hf_packfree")
-SEEN = 2
-"""The number of rows of a bucket with which its graph is captured."""
-LENGTHS = 2
-"""Rows of so many lengths have graphs with hardly any padding; of rows of more lengths, each such
-graph would be one more capture, for rows that its bucket's graph runs too.
-"""
-CHANGES = 16
-"""How often settings may change; and once more for every this many replays."""
-MOST = 24
-"""The most graphs of one model; the least recently used is dropped. Also how many captures are
-made; and one more for every CHANGES replays, since a capture takes as long as some steps.
-"""
 SPARE = 1 / 8
 """The share of the GPU's memory that a graph leaves to what is not captured: loss, optimizer,
 evaluation. A graph's memory is its own from then on.
@@ -68,6 +57,7 @@ class Runner:
         graphs: {(bucket, kind of inputs): graph}, the most recently used one last.
         reasons: {why rows ran without a graph: how many}.
         replayed: how many rows ran in a graph.
+        in_longer: how many of them in one for longer rows, since they had none of their own.
         ahead: rows that were replayed before the host had read their documents.
         output: the class of upstream's output.
         given: the dtype of the last row's ids, or of its embeddings.
@@ -78,13 +68,12 @@ class Runner:
     graphs: dict[Any, Captured] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     replayed: int = 0
+    in_longer: int = 0
     ahead: Ahead = field(default_factory=Ahead)
     output: Any = None
     given: torch.dtype | None = None
     rounded: RoundedWeights = field(default_factory=RoundedWeights)
-    _seen: Counter[Any] = field(default_factory=Counter)
-    _lengths: set[int] = field(default_factory=set)
-    _given_up: dict[Any, str] = field(default_factory=dict)
+    _bucketing: Bucketing = field(default_factory=Bucketing)
     _settings: Settings | None = None
     _why_not: str | None = None
     _streams: dict[torch.device, CaptureStream] = field(default_factory=dict)
@@ -92,7 +81,6 @@ class Runner:
     _looked: bool = False
     _looked_for: weakref.ref[Tensor] | None = None
     _changes: int = 0
-    _captures: int = 0
 
     def look(self, later: bool = False) -> None:
         """Drop all graphs if the model, or a setting, changed since they were captured: while the
@@ -112,9 +100,9 @@ class Runner:
         if self._settings is None or not self._settings.hold(trunk):
             self.ahead.drop_result()
             self._drop()
-            self._given_up.clear()
+            self._bucketing.start_anew()
             self._settings, self.rounded = Settings(trunk), RoundedWeights(trunk.parameters())
-            self._changes, self._captures = self._changes + 1, 0
+            self._changes += 1
             self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
             self._why_not = "the model's settings change with its steps"
@@ -223,52 +211,15 @@ class Runner:
         wait: bool,
     ) -> Tensor | str:
         kind = _kind(embeddings, positions)
-        # for trees, buckets that were seen also count, since two trees hardly ever round up to the
-        # same sizes
-        seen = self._seen if packed.tree is not None and not wait else ()
-        for keys in (self.graphs, seen):
-            found = [key for key in keys if key[1] == kind and key[0].holds(packed)]
-            if found:
-                break
-        if not found and wait:
-            return "the optimizer has made no step yet"
-        key = min(found) if found else self._new_key(packed, kind)
-        bucket: Bucket = key[0]
-        if key not in self.graphs and (why := self._not_now(key)) is not None:
+        key, why = self._bucketing.choose(packed, kind, self.graphs, self.replayed, wait)
+        if key is None:
             return why
-        inputs = lengthened_inputs(embeddings, positions, bucket)
+        inputs = lengthened_inputs(embeddings, positions, key[0])
         if key not in self.graphs:
             return self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
-        return self._run(key, inputs, packed)
-
-    def _new_key(self, packed: PackedSequence, kind: Any) -> Any:
-        """Return the bucket of a row that no graph holds: with hardly any padding if T comes again,
-        as from a collator whose rows are all of one length.
-        """
-        key = bucket_of(packed), kind
-        if packed.tree is not None:
-            return key
-        own = bucket_of(packed, finest=True), kind
-        if own == key:
-            return key
-        self._lengths.add(own[0].tokens)
-        if len(self._lengths) > LENGTHS:
-            return key
-        if self._seen[own]:
-            return own
-        self._seen[own] += 1
-        return key
-
-    def _not_now(self, key: Any) -> str | None:
-        """Return why no graph of that bucket is captured now, or None."""
-        if key in self._given_up:
-            return self._given_up[key]
-        self._seen[key] += 1
-        if self._seen[key] < SEEN:
-            return "a row of about this length was not seen before"
-        if self._captures >= MOST + self.replayed // CHANGES:
-            return "rows are of more sizes than graphs pay for"
-        return None
+        found = self._run(key, inputs, packed)
+        self.in_longer += isinstance(found, Tensor) and not key[0].holds(packed)
+        return found
 
     def _first(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str:
         """Replay a new graph on the row that it was captured for; if that fails, never capture the
@@ -277,7 +228,7 @@ class Runner:
         found = self._run(key, inputs, packed)
         if isinstance(found, str):
             del self.graphs[key]
-            self._given_up[key] = found
+            self._bucketing.given_up[key] = found
         return found
 
     def _run(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str:
@@ -310,8 +261,8 @@ class Runner:
         assert trunk is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
         if not parameters and not inputs[0].requires_grad:
-            self._given_up[key] = "none of its weights is trained"
-            return self._given_up[key]
+            self._bucketing.given_up[key] = "none of its weights is trained"
+            return self._bucketing.given_up[key]
         # the capture's backward pass would run the hooks, and the step's own again
         if any(x._backward_hooks for x in parameters):
             return "parameters have hooks (register_hook)"
@@ -319,7 +270,7 @@ class Runner:
             return why
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
-        self._captures += 1
+        self._bucketing.captures += 1
         found = self._graph(key[0], trunk, layers, inputs, parameters, row)
         if not isinstance(found, str):
             if free_memory(inputs[0].device) >= SPARE:
@@ -332,7 +283,7 @@ class Runner:
                 self.rounded.refused = True
                 return found
             self._pool = self._pool if self.graphs else None
-        self._given_up[key] = found
+        self._bucketing.given_up[key] = found
         logger.warning("rows of %s tokens run without a CUDA graph: %s", key[0].tokens, found)
         return found
 
@@ -390,7 +341,7 @@ class Runner:
             forget_failed_capture(device)
             why = f"the capture failed: {str(error).splitlines()[0]}"
             # no length was captured, so that it is not for its length that this one failed
-            if self._captures == 1 and not ran_out(error):
+            if self._bucketing.captures == 1 and not ran_out(error):
                 self._why_not = why
             return why
 

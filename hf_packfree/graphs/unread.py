@@ -87,15 +87,20 @@ class Plans:
         """
         tokens = len(starts)
         self._starts[:tokens].copy_(starts)
-        # padding is one document more
-        self._starts[tokens:].zero_()[0].fill_(True)
+        self._starts[tokens:].zero_()
+        self._start_padding(tokens)
         self._replay()
 
     def write_for(self, packed: PackedSequence) -> None:
         """Write the plans of a row that the bucket holds."""
         starts = packed.cu_seqlens.to(self._starts.device, torch.int64, non_blocking=True)
         self._starts.zero_().index_fill_(0, starts, True)
+        self._start_padding(packed.num_tokens)
         self._replay()
+
+    def _start_padding(self, tokens: int) -> None:
+        # its segments, see `filled`
+        self._starts[tokens :: self._bucket.longest].fill_(True)
 
     def _replay(self) -> None:
         with torch.cuda.device_of(self._starts):

@@ -27,23 +27,24 @@ def on_host(packed: PackedSequence) -> PackedSequence:
 
 
 def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) -> PackedSequence:
-    """Return the record padded to `tokens` and `documents`: by one segment of padding tokens, then
-    by empty segments.
+    """Return the record padded to `tokens` and `documents`: by segments of padding tokens, of
+    `longest` tokens but for the last, then by empty segments.
 
     Plans of the result have the fixed sizes of `chunk_plan` for bounded records.
 
     Args:
-        packed: of a row of fewer documents, and no more tokens.
+        packed: of a row of no more tokens, and so few documents that the padding has room.
         tokens, documents: T and N of the result.
         longest: `max_seqlen` of the result.
     """
     device, spare = packed.seq_idx.device, tokens - packed.num_tokens
-    ends = torch.full((documents - packed.num_segments,), tokens, dtype=torch.int32, device="cpu")
+    ends = torch.arange(1, documents - packed.num_segments + 1, dtype=torch.int32, device="cpu")
+    ends = (packed.num_tokens + ends * longest).clamp_(max=tokens)
     offsets = torch.cat([packed.cu_seqlens_cpu, ends])
     seq_idx = packed.seq_idx
     if spare:
-        of_padding = seq_idx.new_full((1, spare), packed.num_segments)
-        seq_idx = torch.cat([seq_idx, of_padding], 1)
+        of_padding = torch.arange(spare, dtype=seq_idx.dtype, device=device) // longest
+        seq_idx = torch.cat([seq_idx, packed.num_segments + of_padding[None]], 1)
     return replaced(
         packed,
         cu_seqlens=offsets.to(device, non_blocking=True),

@@ -7,10 +7,11 @@ the callback, beside transformers' own and the composed model; and beside a loop
 Weights are fp32, and steps run under bf16 autocast (`bf16=True`), which is what both do by default;
 in "trl-8k-qlora" they are bitsandbytes' NF4, computing in bf16, and what
 `prepare_model_for_kbit_training` makes of the rest: norms, embeddings and head in fp32. A row of
-8,192 tokens holds 16 documents of 512, one of 2,048 tokens 16 of 128. "ms" is a step's share of the
-time of the last 20, data loading, clipping and AdamW included; nothing waits for the device between
-them but what the trainer does by itself, which logs every 10 steps. TRL recomputes layers by
-default, the Trainer does not. "logged" is what the last log said.
+8,192 tokens holds 16 documents of 512, one of 2,048 tokens 16 of 128; in "trl-ragged-lora" a padded
+batch, which is what TRL makes by default, has 8 documents of 32 to 1,024 tokens. "ms" is a step's
+share of the time of the last 20, of 100 there, data loading, clipping and AdamW included; nothing
+waits for the device between them but what the trainer does by itself, which logs every 10 steps. TRL
+recomputes layers by default, the Trainer does not. "logged" is what the last log said.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Container
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,11 @@ from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from hf_packfree.graphs import runner
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, put_lora_on, quantise, variant_of
-from tests.benchmarks.shapes import SHAPES, Shape
+from tests.benchmarks.shapes import SHAPES, Shape, log_normal_lengths
 from tests.benchmarks.timing import Results, free
 from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
 
-STEPS, WARMUP, DOCUMENTS = 30, 10, 16
+WARMUP = 10
 # the callback patches
 PATCHED = Variant(packfree=False)
 # two defaults of the Trainer wait for the GPU
@@ -91,11 +92,41 @@ class StepTimes(TrainerCallback):
             self.ends.append(time.perf_counter())
 
 
-def documents(vocabulary: int, length: int) -> list[list[int]]:
-    """Return documents of random tokens, enough for all steps."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (STEPS * DOCUMENTS, length)
-    return torch.randint(2, vocabulary - 2, shape, generator=generator).tolist()
+@dataclass(frozen=True)
+class Data:
+    """Documents of random tokens, enough for all steps.
+
+    Attributes:
+        length: that of each; None: log-normal, of up to 1,024 tokens.
+        number: how many of them are a step's.
+        steps: how many steps, with those before the time is taken.
+        rows: what TRL makes of them: "packing", "padding_free", or "padded" batches.
+    """
+
+    length: int | None
+    number: int = 16
+    steps: int = 30
+    rows: str = "packing"
+
+    @property
+    def lengths(self) -> list[int]:
+        """The documents' lengths."""
+        number = self.number * self.steps
+        if self.length is not None:
+            return [self.length] * number
+        # more than enough
+        return log_normal_lengths(1024 * number, longest=1024)[:number]
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step, on average."""
+        return sum(self.lengths) / self.steps
+
+    def ids(self, vocabulary: int) -> list[list[int]]:
+        """Return the documents."""
+        generator, lengths = torch.Generator().manual_seed(0), self.lengths
+        ids = torch.randint(2, vocabulary - 2, (sum(lengths),), generator=generator)
+        return [one.tolist() for one in ids.split(lengths)]
 
 
 def prepared(model: nn.Module, adapters: str) -> nn.Module:
@@ -111,10 +142,8 @@ def prepared(model: nn.Module, adapters: str) -> nn.Module:
     return prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=options)  # type: ignore[no-any-return]
 
 
-def sft(
-    model: nn.Module, ids: list[list[int]], adapters: str, padding_free: bool = False, **common: Any
-) -> Trainer:
-    """Return TRL's trainer as its documentation builds it: `packing`, or `padding_free` batches."""
+def sft(model: nn.Module, data: Data, adapters: str, **common: Any) -> Trainer:
+    """Return TRL's trainer as its documentation builds it."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -122,12 +151,13 @@ def sft(
     from tests.integrations.test_trl import tokenizer
 
     callbacks = common.pop("callbacks")
-    if padding_free:
+    rows: dict[str, Any] = {"per_device_train_batch_size": data.number}
+    if data.rows == "padding_free":
         # TRL cuts rows that are packed alone, and wants to hear that it need not
-        rows = {"padding_free": True, "max_length": None, "per_device_train_batch_size": DOCUMENTS}
-    else:
-        longest = DOCUMENTS * len(ids[0])
-        rows = {"packing": True, "max_length": longest, "per_device_train_batch_size": 1}
+        rows |= {"padding_free": True, "max_length": None}
+    elif data.rows == "packing":
+        rows = {"packing": True, "max_length": int(data.tokens), "per_device_train_batch_size": 1}
+    ids = data.ids(model.config.get_text_config().vocab_size)
     return SFTTrainer(
         model,
         SFTConfig(**common, **rows),
@@ -138,13 +168,14 @@ def sft(
     )
 
 
-def plain(model: nn.Module, ids: list[list[int]], adapters: str, **common: Any) -> Trainer:
+def plain(model: nn.Module, data: Data, adapters: str, **common: Any) -> Trainer:
     """Return transformers' Trainer, with its own collator for packed rows."""
     assert not adapters
     callbacks = common.pop("callbacks")
+    ids = data.ids(model.config.get_text_config().vocab_size)
     return Trainer(
         model,
-        TrainingArguments(per_device_train_batch_size=DOCUMENTS, **common),
+        TrainingArguments(per_device_train_batch_size=data.number, **common),
         train_dataset=[{"input_ids": one} for one in ids],
         data_collator=DataCollatorWithFlattening(
             return_flash_attn_kwargs=True, return_seq_idx=True
@@ -160,13 +191,13 @@ def train(
     patches: Callable[[], PackFreeCallback] | None,
     arguments: dict[str, Any],
     adapters: str,
-    size: int,
+    data: Data,
     device: str,
 ) -> dict[str, Any]:
     """Train for some steps and return the row; `patches` makes the callback, `arguments` are the
     Trainer's.
     """
-    times = StepTimes(device, (WARMUP, STEPS))
+    times = StepTimes(device, (WARMUP, data.steps))
     with (
         tempfile.TemporaryDirectory() as folder,
         variant_of(shape, variant, device, torch.float32) as model,
@@ -174,7 +205,7 @@ def train(
         callbacks = [times] if patches is None else [patches(), times]
         common = {
             "output_dir": folder,
-            "max_steps": STEPS,
+            "max_steps": data.steps,
             "bf16": True,
             "use_cpu": device == "cpu",
             "logging_steps": 10,
@@ -183,21 +214,20 @@ def train(
             "disable_tqdm": True,
             **arguments,
         }
-        ids = documents(model.config.get_text_config().vocab_size, size)
-        trainer = make(prepared(model, adapters), ids, adapters, callbacks=callbacks, **common)
+        trainer = make(prepared(model, adapters), data, adapters, callbacks=callbacks, **common)
         start_of_peak(device)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         said = "" if patches is None else patch_report(trainer.model).cuda_graphs
         del trainer
-    return of_graphs(timed(times.ends, size, device), said) | {"logged": logs[-1]}
+    return of_graphs(timed(times.ends, data, device), said) | {"logged": logs[-1]}
 
 
 def loop(
-    shape: Shape, adapters: str, size: int, device: str, recomputed: bool, cuda_graphs: str
+    shape: Shape, adapters: str, data: Data, device: str, recomputed: bool, cuda_graphs: str
 ) -> dict[str, Any]:
     """The same steps in a loop of one's own: patched, autocast, clipping, AdamW."""
-    times = StepTimes(device, (WARMUP, STEPS))
+    times = StepTimes(device, (WARMUP, data.steps))
     with variant_of(
         shape, replace(PATCHED, checkpointing=recomputed), device, torch.float32
     ) as model:
@@ -206,11 +236,11 @@ def loop(
             put_lora_on(model, "bf16" if adapters == "qlora" else "fp32", dora=False)
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device == "cuda")
-        ids = documents(model.config.get_text_config().vocab_size, size)
+        ids = data.ids(model.config.get_text_config().vocab_size)
         collate = DataCollatorWithFlattening()
         start_of_peak(device)
-        for step in range(STEPS):
-            rows = [{"input_ids": one} for one in ids[step * DOCUMENTS : (step + 1) * DOCUMENTS]]
+        for first in range(0, len(ids), data.number):
+            rows = [{"input_ids": one} for one in ids[first : first + data.number]]
             batch = {
                 name: x.to(device) if isinstance(x, Tensor) else x
                 for name, x in collate(rows).items()
@@ -223,7 +253,7 @@ def loop(
             optimizer.zero_grad()
             times.on_step_end()
         said = patch_report(model).cuda_graphs
-    return of_graphs(timed(times.ends, size, device), said) | {"logged": {"loss": loss.item()}}
+    return of_graphs(timed(times.ends, data, device), said) | {"logged": {"loss": loss.item()}}
 
 
 def of_graphs(row: dict[str, Any], said: str) -> dict[str, Any]:
@@ -241,19 +271,19 @@ def start_of_peak(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def timed(ends: list[float], size: int, device: str) -> dict[str, Any]:
+def timed(ends: list[float], data: Data, device: str) -> dict[str, Any]:
     """Return time, tokens and memory of a row."""
-    start, end = ends
-    ms, tokens = 1e3 * (end - start) / (STEPS - WARMUP), DOCUMENTS * size
+    (start, end), steps = ends, data.steps - WARMUP
+    ms = 1e3 * (end - start) / steps
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else 0.0
     return {
         "ms": ms,
-        "real_tokens_per_s": 1e3 * tokens / ms,
+        "real_tokens_per_s": 1e3 * data.tokens / ms,
         "peak_gib": peak,
         "reserved_gib": reserved,
-        "steps": STEPS - WARMUP,
-        "tokens": tokens,
+        "steps": steps,
+        "tokens": data.tokens,
     }
 
 
@@ -269,25 +299,35 @@ def main() -> None:
     shape = SHAPES["tiny" if options.tiny else "2b"]
     results = Results(options.out / "trainers.jsonl", options.minutes, options.only)
     results.add({"workload": "machine", "variant": "", **machine(options.device)})
-    for workload, make, adapters, length in (
-        ("trl-8k-lora", sft, "lora", 512),
-        ("trl-8k-qlora", sft, "qlora", 512),
-        ("trainer-8k-full", plain, "", 512),
-        ("trl-8k-full", sft, "", 512),
-        ("trl-8k-lora-padding-free", partial(sft, padding_free=True), "lora", 512),
-        ("trl-2k-lora", sft, "lora", 128),
+    ragged = Data(None, number=8, steps=110, rows="padded")
+    for workload, make, adapters, data in (
+        ("trl-8k-lora", sft, "lora", Data(512)),
+        ("trl-8k-qlora", sft, "qlora", Data(512)),
+        ("trainer-8k-full", plain, "", Data(512)),
+        ("trl-8k-full", sft, "", Data(512)),
+        ("trl-8k-lora-padding-free", sft, "lora", Data(512, rows="padding_free")),
+        ("trl-2k-lora", sft, "lora", Data(128)),
+        ("trl-ragged-lora", sft, "lora", ragged),
     ):
-        size = 8 if options.tiny else length
+        if options.tiny:
+            data = replace(data, length=data.length and 8, steps=30)
         for name, described in VARIANTS.items():
             # without copies of fp32 weights (`hf_packfree.ops.rounded_weights`)
             without = mock.patch.object(runner, "SPARE_OF_COPIES", 1.0)
             run = without(train) if name == ROUNDED else train
-            measure = partial(run, make, shape, *described, adapters, size, options.device)
+            measure = partial(run, make, shape, *described, adapters, data, options.device)
+            if data.rows == "padded":
+                # the composed model is called with boundaries
+                if described[0] is COMPOSED:
+                    continue
+                name = name.replace("packed", "padded")
             results.row(workload, name, measure)
             free()
+        if data.rows == "padded":
+            continue
         recomputed = make is not plain
         for name, graphs in LOOPS.items():
-            own = partial(loop, shape, adapters, size, options.device, recomputed, graphs)
+            own = partial(loop, shape, adapters, data, options.device, recomputed, graphs)
             results.row(workload, name, own)
             free()
 

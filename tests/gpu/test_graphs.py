@@ -15,9 +15,10 @@ from hf_packfree.graphs.bucket import bucket_of, in_bucket, lengthened
 from hf_packfree.models.state import state_of
 from tests.benchmarks.models import put_lora_on, quantise
 from tests.gpu.checks import DEVICE, TRIAL, gpu, record_of, spans
-from tests.gpu.small import NARROW, WIDE, packed_row, small
+from tests.gpu.small import NARROW, WIDE, hidden, packed_row, small
+from tests.gpu.test_model import NOISE
 from tests.integrations.marks import needs
-from tests.support import checkpoint_layers, difference, gradients, runner_of
+from tests.support import checkpoint_layers, difference, gradients, relative_rms, runner_of
 
 pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
 ROWS = (
@@ -61,7 +62,7 @@ def without(model: Any, lengths: Any, seed: int = 0, tokens: Any = None) -> torc
     tokens, packed = given if tokens is None else tokens, record_of(lengths)
     # the last graph that was replayed comes last
     graphs = reversed([key[0] for key in runner_of(model).graphs])
-    bucket = next((one for one in graphs if one.holds(packed)), bucket_of(packed))
+    bucket = next((one for one in graphs if one.takes(packed)), bucket_of(packed))
     trunk, row = model.base_model, in_bucket(packed, bucket)
     embeddings = lengthened(trunk.get_input_embeddings()(tokens), bucket, 1)
     positions = lengthened(packed.position_ids(), bucket, 1)
@@ -350,6 +351,32 @@ def test_buckets_that_share_memory_in_turns(record, lora):
         record(f"{lengths}, turn {number}, values", values, 0.0)
         record(f"{lengths}, turn {number}, gradients", grads, 0.0)
     assert runner_of(model).replayed == replayed + 2 * len(rows), patch_report(model).cuda_graphs
+
+
+@pytest.mark.parametrize("lora", ["", "fp32"])
+def test_rows_in_a_longer_row_s_graph(record, lora):
+    """The bits of the same layers in that bucket, most of which is padding, in several documents
+    where it is longer than the row's; and the values and gradients of the row by itself.
+    """
+    model = model_of()
+    if lora:
+        put_lora_on(model, lora, False)
+    for _ in range(2):
+        step(model, (1024, 500, 300, 176))
+    rows = (1000, 500), (1, 2, 3), (64,) * 9, (1023, 1), (700, 300, 200)
+    for number, lengths in enumerate(rows):
+        model.zero_grad(set_to_none=True)
+        found = step(model, lengths, number)
+        grads = gradients(model)
+        model.zero_grad(set_to_none=True)
+        record(f"{lengths[:3]}, values", difference(found, without(model, lengths, number)), 0.0)
+        worst = max(difference(grads[name], grad) for name, grad in gradients(model).items())
+        record(f"{lengths[:3]}, gradients", worst, 0.0)
+        tokens, _ = packed_row(model, lengths)
+        with torch.no_grad():
+            alone = [hidden(model, ids) for ids in tokens.split(lengths, 1)]
+        record(f"{lengths[:3]}, alone", relative_rms(found, torch.cat(alone, 1)), NOISE)
+    assert runner_of(model).in_longer == len(rows), patch_report(model).cuda_graphs
 
 
 def test_buckets_share_memory(record):

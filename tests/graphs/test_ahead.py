@@ -66,13 +66,16 @@ def _parts(plan):
     return plan if isinstance(plan, tuple) else (plan,)
 
 
-@given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=10), min_size=2, max_size=4))
-def test_plans_are_written_anew_for_each_row(rows):
+@given(
+    st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=10), min_size=2, max_size=4),
+    st.sampled_from([64, 100, 640]),
+)
+def test_plans_are_written_anew_for_each_row(rows, longest):
     """Whatever lengths, numbers of documents and padding the row before had, and whether the host
     knows the documents.
     """
     rows.append([64] * 10)
-    bucket = Bucket(640, 16, 640)
+    bucket = Bucket(640, 24, longest)
     records = [in_bucket(on_host(PackedSequence.from_lengths(row)), bucket) for row in rows]
     captured = CapturedSequence.of(records[0])
     for build, *args in PLANS:

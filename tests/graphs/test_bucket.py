@@ -49,6 +49,28 @@ def test_a_bucket_is_not_for_rows_that_are_much_shorter():
     assert not bucket.holds(PackedSequence.from_lengths([100] * 15))
 
 
+@given(rows, st.integers(0, 3000), st.integers(0, 700), st.integers(2, 9))
+def test_a_bucket_takes_shorter_rows_with_padding_no_longer_than_its_documents(
+    lengths, spare, longer, further
+):
+    packed = PackedSequence.from_lengths(lengths)
+    longest = max(lengths) + longer
+    bucket = Bucket(packed.num_tokens + spare, len(lengths) + further, longest)
+    of_padding = -(-spare // longest)
+    assert bucket.takes(packed) == (max(of_padding, 1) < further)
+    if not bucket.takes(packed):
+        return
+    row = in_bucket(packed, bucket)
+    sizes = np.diff(row.cu_seqlens_cpu.numpy()).tolist()
+    padding = sizes[len(lengths) : len(lengths) + of_padding]
+    assert sizes[: len(lengths)] == lengths and sum(padding) == spare
+    assert max(padding, default=0) <= longest and not any(sizes[len(lengths) + of_padding :])
+    # the last is empty, as plans want it
+    assert sizes[-1] == 0 and len(sizes) == bucket.documents
+    assert torch.equal(row.seq_idx[0].bincount(minlength=len(sizes)), torch.tensor(sizes))
+    assert (row.seq_idx[0].diff() >= 0).all()
+
+
 def test_documents_of_a_bounded_row_do_not_go_to_cudnn(monkeypatch):
     packed = PackedSequence.from_lengths([40, 8])
     x = torch.zeros(1, 48, 1, 8)

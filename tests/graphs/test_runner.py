@@ -17,7 +17,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.graphs import captured_sequence, runner
+from hf_packfree.graphs import bucketing, captured_sequence, runner
 from hf_packfree.graphs.capture import nodes_of
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import captured_layers
@@ -28,7 +28,14 @@ from hf_packfree.ops.delta_rule import flash_qla
 from hf_packfree.parallel import ContextParallel
 from tests.graphs import on_cpu
 from tests.integrations.marks import needs
-from tests.support import CONTROL, LOGIT_TOL, checkpoint_layers, runner_of
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    checkpoint_layers,
+    relative_rms,
+    runner_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +63,10 @@ def inputs_of(lengths, seed=0):
 
 def hidden(model, lengths, seed=0, **more):
     return model.base_model(**inputs_of(lengths, seed), **more).last_hidden_state
+
+
+def graphs_of(model):
+    return patch_report(model).cuda_graphs
 
 
 def _recompute_nothing(model):
@@ -128,47 +139,6 @@ def test_rows_of_one_length_have_a_graph_with_hardly_any_padding(model, rows, ca
         hidden(model, lengths, seed).sum().backward()
     assert [key[0].tokens for key in runner_of(model).graphs] == captured
     assert runner_of(model).replayed == len(rows) - 1
-
-
-class Counting(runner.Runner):
-    """Counts captures and replays of rows that nothing computes."""
-
-    def _capture(self, key, layers, inputs, row):
-        # the longest row sizes the memory
-        if all(other[0].tokens < key[0].tokens for other in self.graphs):
-            self.graphs.clear()
-        self._captures += 1
-        self.graphs[key] = None
-
-    def _run(self, key, inputs, packed):
-        return inputs[0]
-
-    def take(self, tokens):
-        packed, row = PackedSequence.from_lengths([tokens]), torch.empty(1, tokens)
-        found = self._replay(None, row[..., None], row, packed, False)
-        self.replayed += isinstance(found, torch.Tensor)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        # as a loader sorts them, or a curriculum does
-        range(512, 4097, 5),
-        # each comes twice, as where two forward passes read a batch, and never again
-        [
-            4097 + 256 * (n * 11 % 16) + 16 * turn
-            for turn in range(16)
-            for n in range(16)
-            for _ in "ab"
-        ],
-    ],
-    ids=["longer and longer", "in pairs"],
-)
-def test_graphs_of_one_length_do_not_use_up_the_captures(rows):
-    counting = Counting(lambda: None)
-    for tokens in rows:
-        counting.take(tokens)
-    assert counting.replayed >= 0.9 * len(rows)
 
 
 def test_offsets_of_the_row_before_would_be_seen(model, monkeypatch):
@@ -466,29 +436,69 @@ def test_an_optimizer_s_step_changes_no_setting(model):
     assert settings.hold(model.base_model)
 
 
-def test_a_longer_row_is_captured_first_and_shorter_ones_again(model):
-    """Memory of a shorter row's graph serves no longer one."""
+def test_a_longer_row_is_captured_at_once_and_shorter_ones_again(model):
+    """Memory of a shorter row's graph serves no longer one, which would need its own beside it."""
     short, long, between = (20, 9), (90, 30), (50, 20)
-    for lengths in (short, short, long):
+    for lengths in (short, short):
         hidden(model, lengths).sum().backward()
     graphs, pool = runner_of(model), runner_of(model)._pool
     assert [key[0].tokens for key in graphs.graphs] == [32] and graphs.replayed == 1
     hidden(model, long).sum().backward()
     assert [key[0].tokens for key in graphs.graphs] == [128] and graphs._pool is not pool
-    # which were seen often enough
     pool = graphs._pool
-    hidden(model, short).sum().backward()
+    # in the longer one's graph, until the padding there took as long as a capture
+    for _ in range(3):
+        hidden(model, short).sum().backward()
+    hidden(model, between).sum().backward()
+    assert [key[0].tokens for key in graphs.graphs] == [32, 128] and graphs._pool is pool
+    assert (graphs.replayed, graphs.in_longer) == (6, 3)
+    assert "6 rows were replayed, 3 in graphs of longer rows (of up" in graphs_of(model)
+
+
+@pytest.mark.parametrize(
+    ("long", "lengths"),
+    [((90, 30), (30, 20, 7)), ((40, 40, 40), (9, 9)), ((64, 50), (3, 1, 1)), ((99, 6), (69, 1))],
+    ids=["", "more padding than the longest document", "little but padding", "long"],
+)
+def test_rows_in_a_longer_row_s_graph(model, long, lengths, monkeypatch):
+    """Documents stay apart, and values and gradients are those without graphs."""
+    monkeypatch.setattr(bucketing, "CAPTURE", 99)
+    plain = apply_patches(remove_patches(copy.deepcopy(model)))
+    for seed in range(2):
+        hidden(model, long, seed).sum().backward()
+    for seed in range(3):
+        found = []
+        for each in (model, plain):
+            each.zero_grad()
+            state = hidden(each, lengths, seed)
+            weights = torch.randn(state.shape, generator=torch.Generator().manual_seed(seed))
+            (state * weights).sum().backward()
+            found.append((state, *(x.grad for x in each.base_model.parameters())))
+        errors = [relative_rms(one, its) for one, its in zip(*found, strict=True)]
+        assert errors[0] < LOGIT_TOL and max(errors) < GRADIENT_TOL
+        assert runner_of(model).in_longer == 1 + seed and runner_of(model).replayed == 2 + seed
+    assert runner_of(plain).replayed == 0
+
+
+def test_a_row_that_no_graph_takes_is_captured_at_once(model):
+    """Of more documents, or of longer ones, than the graphs have room for."""
     for _ in range(2):
-        hidden(model, between).sum().backward()
-    assert [key[0].tokens for key in graphs.graphs] == [128, 32, 80] and graphs._pool is pool
-    assert graphs.replayed == 4
+        hidden(model, (30, 30, 30, 30)).sum().backward()
+    pool = runner_of(model)._pool
+    for lengths in ((2,) * 20, (33, 20)):
+        hidden(model, lengths).sum().backward()
+    graphs = runner_of(model)
+    assert [key[0].tokens for key in graphs.graphs] == [128, 48, 64] and graphs._pool is pool
+    assert (graphs.replayed, graphs.in_longer) == (3, 0)
 
 
 def test_the_longest_row_s_memory_stays_when_its_graph_goes(model, monkeypatch):
     """It serves that row once more, and the graphs of shorter ones stay."""
-    monkeypatch.setattr(runner, "MOST", 2)
+    monkeypatch.setattr(bucketing, "CAPTURE", 0)
+    for module in (runner, bucketing):
+        monkeypatch.setattr(module, "MOST", 2)
     # every replay pays for a capture
-    monkeypatch.setattr(runner, "CHANGES", 1)
+    monkeypatch.setattr(bucketing, "CHANGES", 1)
     for lengths in ((90, 30), (20, 9), (50, 20)):
         for _ in range(2):
             hidden(model, lengths).sum().backward()
@@ -502,8 +512,10 @@ def test_captures_are_paid_for_by_replays(model, monkeypatch):
     """Rows of more sizes than there are graphs: each would take the place of one that is wanted
     next.
     """
-    monkeypatch.setattr(runner, "MOST", 2)
-    monkeypatch.setattr(runner, "CHANGES", 4)
+    for module in (runner, bucketing):
+        monkeypatch.setattr(module, "MOST", 2)
+    monkeypatch.setattr(bucketing, "CHANGES", 4)
+    monkeypatch.setattr(bucketing, "CAPTURE", 0)
     captures = []
     monkeypatch.setattr(runner, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args))
     sizes = (90, 30), (20, 9), (50, 20)

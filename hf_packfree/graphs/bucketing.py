@@ -1,0 +1,142 @@
+"""Which bucket a row goes to, and when a bucket's graph is captured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_packfree.graphs.bucket import FEWER_STEPS, bucket_of
+from hf_packfree.packing import PackedSequence
+
+SEEN = 2
+"""The number of rows of a bucket with which its graph is captured, if no other takes them."""
+CAPTURE = 8
+"""What a capture takes, in times a replay of its row: rows run in the graph of longer ones until
+padding has taken as long.
+"""
+LENGTHS = 2
+"""Rows of so many lengths have graphs with hardly any padding; of rows of more lengths, each such
+graph would be one more capture, for rows that its bucket's graph runs too.
+"""
+CHANGES = 16
+"""How often settings may change; and once more for every this many replays."""
+MOST = 24
+"""The most graphs of one model; the least recently used is dropped. Also how many captures are
+made; and one more for every CHANGES replays, since a capture takes as long as some steps.
+"""
+
+
+@dataclass(eq=False, repr=False)
+class Bucketing:
+    """The buckets of one text model's rows. A key is (bucket, kind of inputs).
+
+    Attributes:
+        given_up: {key: why its graph is never captured}.
+        captures: how many captures were tried, since settings changed.
+    """
+
+    given_up: dict[Any, str] = field(default_factory=dict)
+    captures: int = 0
+    _seen: Counter[Any] = field(default_factory=Counter)
+    _padding: Counter[Any] = field(default_factory=Counter)
+    _lengths: set[int] = field(default_factory=set)
+
+    def start_anew(self) -> None:
+        """Try again what could not be captured: settings changed."""
+        self.given_up.clear()
+        self.captures = 0
+
+    def choose(
+        self,
+        packed: PackedSequence,
+        kind: Any,
+        graphs: Collection[Any],
+        replayed: int,
+        wait: bool = False,
+    ) -> tuple[Any, str]:
+        """Return the key of a row's graph, which is to be captured if it is not among `graphs`, and
+        ""; or None, and why the row runs without.
+
+        Args:
+            replayed: how many rows were replayed.
+            wait: whether nothing may be captured, see `Graphs`.
+        """
+        held = [key for key in graphs if key[1] == kind and key[0].holds(packed)]
+        if held:
+            return min(held), ""
+        longer = [key for key in graphs if key[1] == kind and key[0].takes(packed)]
+        key, due = self._new_key(packed, kind, min(longer, default=None))
+        why = self._why_not(key, due, replayed, wait)
+        if why:
+            return (min(longer), "") if longer else (None, why)
+        return _widened(key, graphs), ""
+
+    def _new_key(self, packed: PackedSequence, kind: Any, longer: Any) -> tuple[Any, bool]:
+        """Return the key of a row that no graph holds, and whether to capture its graph now.
+
+        Args:
+            longer: the key of a graph that takes it, or None.
+        """
+        first, key = not self._seen, self._key_of(packed, kind)
+        coarse = key if packed.tree is not None else (bucket_of(packed, FEWER_STEPS), kind)
+        self._seen[key] += 1
+        if longer is not None:
+            for each in {coarse: None, key: None}:
+                self._padding[each] += longer[0].tokens / each[0].tokens - 1
+                if self._padding[each] >= CAPTURE:
+                    del self._padding[each]
+                    return each, True
+            return key, False
+        if self._seen[key] >= SEEN or packed.tree is not None or first:
+            return key, self._seen[key] >= SEEN
+        # without a graph the row would take its memory beside that of graphs; in a bucket of its
+        # own, each row that is a little longer than all before would drop all graphs
+        return coarse, True
+
+    def _key_of(self, packed: PackedSequence, kind: Any) -> Any:
+        """Return the bucket of a row: with hardly any padding if T comes again, as from a collator
+        whose rows are all of one length.
+        """
+        key, own = (bucket_of(packed), kind), (bucket_of(packed, None), kind)
+        if packed.tree is not None:
+            # two trees hardly ever round up to the same sizes
+            seen = [key for key in self._seen if key[1] == kind and key[0].holds(packed)]
+            return min(seen, default=key)
+        if own == key:
+            return key
+        self._lengths.add(own[0].tokens)
+        if len(self._lengths) > LENGTHS:
+            return key
+        if self._seen[own]:
+            return own
+        self._seen[own] += 1
+        return key
+
+    def _why_not(self, key: Any, due: bool, replayed: int, wait: bool) -> str:
+        """Return why a bucket's graph is not captured now, or ""."""
+        if wait:
+            return "the optimizer has made no step yet"
+        if key in self.given_up:
+            return self.given_up[key]
+        if not due:
+            return "a row of about this length was not seen before"
+        if self.captures >= MOST + replayed // CHANGES:
+            return "rows are of more sizes than graphs pay for"
+        return ""
+
+
+def _widened(key: Any, graphs: Collection[Any]) -> Any:
+    """Return the key with room for all rows of the graphs of as many tokens: which of these a row
+    fits into is not known when it is replayed ahead, see `widest`.
+    """
+    bucket, kind = key
+    if bucket.tree is not None:
+        return key
+    alike = [bucket, *(each for each, its in graphs if (each.tokens, its) == (bucket.tokens, kind))]
+    documents, longest = (max(getattr(x, name) for x in alike) for name in ("documents", "longest"))
+    return replace(bucket, documents=documents, longest=longest), kind
+
+
+__all__ = ["Bucketing"]

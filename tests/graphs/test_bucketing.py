@@ -1,0 +1,117 @@
+"""Which graphs are captured and replayed as rows come, of which nothing is computed here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_packfree.graphs import bucketing, runner
+from hf_packfree.packing import PackedSequence
+
+
+class Counting(runner.Runner):
+    """Counts captures and replays of rows that nothing computes, and the tokens of these."""
+
+    computed = captured = 0
+
+    def _capture(self, key, layers, inputs, row):
+        # the longest row sizes the memory
+        if all(other[0].tokens < key[0].tokens for other in self.graphs):
+            self.graphs.clear()
+        while len(self.graphs) >= runner.MOST:
+            self.graphs.pop(next(iter(self.graphs)))
+        self._bucketing.captures += 1
+        self.captured += 1
+        self.graphs[key] = None
+
+    def _run(self, key, inputs, packed):
+        self.graphs[key] = self.graphs.pop(key)
+        self.computed += key[0].tokens
+        return inputs[0]
+
+    def take(self, *lengths, wait=False):
+        packed, row = PackedSequence.from_lengths(lengths), torch.empty(1, sum(lengths))
+        found = self._replay(None, row[..., None], row, packed, wait)
+        self.replayed += isinstance(found, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        # as a loader sorts them, or a curriculum does
+        range(512, 4097, 5),
+        # each comes twice, as where two forward passes read a batch, and never again
+        [
+            4097 + 256 * (n * 11 % 16) + 16 * turn
+            for turn in range(16)
+            for n in range(16)
+            for _ in "ab"
+        ],
+    ],
+    ids=["longer and longer", "in pairs"],
+)
+def test_graphs_of_one_length_do_not_use_up_the_captures(rows):
+    counting = Counting(lambda: None)
+    for tokens in rows:
+        counting.take(tokens)
+    assert counting.replayed >= 0.9 * len(rows)
+
+
+def log_normal(number, documents, longest):
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.exp(0.8 * torch.randn(number, documents, generator=generator) + 6.2)
+    return drawn.clamp(32, longest).int().tolist()
+
+
+@pytest.mark.parametrize(
+    ("documents", "longest", "captures", "computed"), [(8, 1024, 20, 1.15), (4, 2048, 30, 1.25)]
+)
+def test_batches_of_documents_of_many_lengths_are_replayed(documents, longest, captures, computed):
+    """As TRL makes them by default. None but the first runs without a graph, whose memory would
+    lie beside the graphs'; and captures, which take as long as some steps, are few.
+    """
+    rows, counting = log_normal(1000, documents, longest), Counting(lambda: None)
+    for lengths in rows:
+        counting.take(*lengths)
+    assert counting.replayed == len(rows) - 1 and counting.captured <= captures
+    assert counting.computed <= computed * sum(map(sum, rows))
+
+
+def test_a_graph_is_captured_once_padding_took_as_long():
+    counting = Counting(lambda: None)
+    for _ in range(2):
+        counting.take(60, 60)
+    assert (counting.captured, counting.replayed) == (1, 1)
+    # of 128 tokens, which are 60% more than the bucket's 80
+    for number in range(1, 20):
+        counting.take(40, 33)
+        assert counting.captured == (1 if 0.6 * number < bucketing.CAPTURE else 2)
+        assert counting.in_longer == min(number, 13)
+    # one that is needed again is paid for again
+    counting.graphs = {key: None for key in counting.graphs if key[0].tokens == 128}
+    counting.take(40, 33)
+    assert (counting.captured, counting.in_longer) == (2, 14)
+
+
+def test_rows_that_no_graph_takes_are_captured_at_once_with_room_for_longer_ones():
+    counting = Counting(lambda: None)
+    for _ in range(2):
+        counting.take(1000)
+    for tokens in (2050, 2200, 2500):
+        counting.take(tokens)
+    assert counting.captured == 2 and counting.replayed == 4
+    assert [key[0].tokens for key in counting.graphs] == [2560]
+
+
+def test_nothing_is_captured_before_the_optimizer_s_first_step():
+    counting = Counting(lambda: None)
+    for _ in range(4):
+        counting.take(1000, wait=True)
+    assert counting.captured == counting.replayed == 0
+    # that row was seen
+    counting.take(1000)
+    assert counting.captured == counting.replayed == 1
+    counting.take(2000, wait=True)
+    counting.take(500, wait=True)
+    # a longer one would have to be captured
+    assert counting.captured == 1 and (counting.replayed, counting.in_longer) == (2, 1)
