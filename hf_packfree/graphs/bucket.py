@@ -15,7 +15,9 @@ from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.tree import Size, Tree, TreeSizes
 
 STEPS = 16
-"""Number of bucket sizes from one power of two to the next: at most 1/16 of a row is padding."""
+"""Number of bucket sizes from one power of two to the next: at most 1/16 of a row of that bucket is
+padding.
+"""
 FEWER_STEPS = 4
 """The same number for graphs that rows of many lengths share, until more of their own length came.
 """
@@ -95,7 +97,7 @@ def bucket_of(packed: PackedSequence, steps: int | None = STEPS) -> Bucket:
     tokens = packed.num_tokens
     step = FINEST if steps is None else _step(tokens, steps, FINEST)
     tokens = _up(tokens, step)
-    # one more document for the padding, and at least one empty document, with which plans are
+    # one more document for this padding, and at least one empty document, with which plans are
     # filled up
     documents = max(FEWEST_DOCUMENTS, 1 << (packed.num_segments + 1).bit_length())
     if packed.tree is not None:

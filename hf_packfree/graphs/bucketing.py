@@ -1,4 +1,4 @@
-"""Which bucket a row goes to, and when a bucket's graph is captured."""
+"""Which graph a row is for, and when it is captured."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_packfree.graphs.bucket import FEWER_STEPS, bucket_of
+from hf_packfree.graphs.bucket import FEWER_STEPS, Bucket, bucket_of
 from hf_packfree.packing import PackedSequence
 
-SEEN = 2
-"""The number of rows of a bucket with which its graph is captured, if no other takes them."""
 CAPTURE = 8
-"""What a capture takes, in times a replay of its row: rows run in the graph of longer ones until
-padding has taken as long.
+"""What a capture takes, in times a replay of its row (5 to 18 on an H200): rows run in the graph of
+longer ones until their padding there has taken as long.
 """
 LENGTHS = 2
 """Rows of so many lengths have graphs with hardly any padding; of rows of more lengths, each such
@@ -34,10 +32,13 @@ class Bucketing:
 
     Attributes:
         given_up: {key: why its graph is never captured}.
+        no_room: from how many tokens on there is not enough memory for a graph, and how that was
+            found; None: as far as is known, there is for all.
         captures: how many captures were tried, since settings changed.
     """
 
     given_up: dict[Any, str] = field(default_factory=dict)
+    no_room: tuple[int, str] | None = None
     captures: int = 0
     _seen: Counter[Any] = field(default_factory=Counter)
     _padding: Counter[Any] = field(default_factory=Counter)
@@ -46,7 +47,7 @@ class Bucketing:
     def start_anew(self) -> None:
         """Try again what could not be captured: settings changed."""
         self.given_up.clear()
-        self.captures = 0
+        self.no_room, self.captures = None, 0
 
     def choose(
         self,
@@ -56,8 +57,8 @@ class Bucketing:
         replayed: int,
         wait: bool = False,
     ) -> tuple[Any, str]:
-        """Return the key of a row's graph, which is to be captured if it is not among `graphs`, and
-        ""; or None, and why the row runs without.
+        """Return the key of the graph that a row is for, which is to be captured if it is not
+        among `graphs`; or None, and why the row runs without.
 
         Args:
             replayed: how many rows were replayed.
@@ -66,12 +67,14 @@ class Bucketing:
         held = [key for key in graphs if key[1] == kind and key[0].holds(packed)]
         if held:
             return min(held), ""
-        longer = [key for key in graphs if key[1] == kind and key[0].takes(packed)]
-        key, due = self._new_key(packed, kind, min(longer, default=None))
-        why = self._why_not(key, due, replayed, wait)
-        if why:
-            return (min(longer), "") if longer else (None, why)
-        return _widened(key, graphs), ""
+        longer = in_longer(packed, kind, graphs)
+        own, due = self._new_key(packed, kind, longer)
+        key = _widened(own, graphs)
+        why = self._why_not(key, due, bool(graphs), replayed, wait)
+        if not why:
+            del self._padding[own]
+            return key, ""
+        return longer, "" if longer is not None else why
 
     def _new_key(self, packed: PackedSequence, kind: Any, longer: Any) -> tuple[Any, bool]:
         """Return the key of a row that no graph holds, and whether to capture its graph now.
@@ -80,20 +83,21 @@ class Bucketing:
             longer: the key of a graph that takes it, or None.
         """
         first, key = not self._seen, self._key_of(packed, kind)
-        coarse = key if packed.tree is not None else (bucket_of(packed, FEWER_STEPS), kind)
         self._seen[key] += 1
-        if longer is not None:
-            for each in {coarse: None, key: None}:
+        again = self._seen[key] > 1
+        if packed.tree is not None and longer is None:
+            return key, again
+        coarse = key if packed.tree is not None else (bucket_of(packed, FEWER_STEPS), kind)
+        if longer is None:
+            # without a graph the row would take its memory beside that of graphs; in a bucket of
+            # its own, each row that is a little longer than all before would drop all graphs
+            return (key if first or again else coarse), not first
+        for each in {coarse: None, key: None}:
+            if each[0].tokens < longer[0].tokens:
                 self._padding[each] += longer[0].tokens / each[0].tokens - 1
                 if self._padding[each] >= CAPTURE:
-                    del self._padding[each]
                     return each, True
-            return key, False
-        if self._seen[key] >= SEEN or packed.tree is not None or first:
-            return key, self._seen[key] >= SEEN
-        # without a graph the row would take its memory beside that of graphs; in a bucket of its
-        # own, each row that is a little longer than all before would drop all graphs
-        return coarse, True
+        return key, False
 
     def _key_of(self, packed: PackedSequence, kind: Any) -> Any:
         """Return the bucket of a row: with hardly any padding if T comes again, as from a collator
@@ -114,17 +118,25 @@ class Bucketing:
         self._seen[own] += 1
         return key
 
-    def _why_not(self, key: Any, due: bool, replayed: int, wait: bool) -> str:
+    def _why_not(self, key: Any, due: bool, others: bool, replayed: int, wait: bool) -> str:
         """Return why a bucket's graph is not captured now, or ""."""
         if wait:
             return "the optimizer has made no step yet"
         if key in self.given_up:
             return self.given_up[key]
+        if self.no_room is not None and key[0].tokens >= self.no_room[0]:
+            return self.no_room[1]
         if not due:
             return "a row of about this length was not seen before"
-        if self.captures >= MOST + replayed // CHANGES:
+        # without any graph, no replay would pay for the next capture
+        if others and self.captures >= MOST + replayed // CHANGES:
             return "rows are of more sizes than graphs pay for"
         return ""
+
+
+def in_longer(packed: PackedSequence, kind: Any, graphs: Collection[Any]) -> Any:
+    """Return the key of the shortest graph that takes a row, with whatever padding, or None."""
+    return min((key for key in graphs if key[1] == kind and key[0].takes(packed)), default=None)
 
 
 def _widened(key: Any, graphs: Collection[Any]) -> Any:
@@ -134,9 +146,26 @@ def _widened(key: Any, graphs: Collection[Any]) -> Any:
     bucket, kind = key
     if bucket.tree is not None:
         return key
-    alike = [bucket, *(each for each, its in graphs if (each.tokens, its) == (bucket.tokens, kind))]
+    alike = [bucket, *(other for other, its in graphs if its == kind and _alike(other, bucket))]
     documents, longest = (max(getattr(x, name) for x in alike) for name in ("documents", "longest"))
     return replace(bucket, documents=documents, longest=longest), kind
 
 
-__all__ = ["Bucketing"]
+def covered(key: Any, graphs: Collection[Any]) -> list[Any]:
+    """Return the keys of graphs of as many tokens that hold no row which the key's does not."""
+    bucket, kind = key
+    return [
+        each
+        for each in graphs
+        if each[1] == kind
+        and _alike(each[0], bucket)
+        and each[0].documents <= bucket.documents
+        and each[0].longest <= bucket.longest
+    ]
+
+
+def _alike(one: Bucket, other: Bucket) -> bool:
+    return one.tokens == other.tokens and one.tree is None and other.tree is None
+
+
+__all__ = ["Bucketing", "covered", "in_longer"]

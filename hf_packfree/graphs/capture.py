@@ -21,6 +21,11 @@ from hf_packfree.graphs.captured_sequence import NotCapturable
 from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
 from hf_packfree.once_differentiable import once_differentiable
 
+WARM_UP = 2
+"""Runs before the capture, in which kernels are compiled and libraries loaded: on the capture's
+stream, since nodes of autograd that are not collected yet are bound to theirs. The first finds
+which weights are rounded (`hf_packfree.ops.rounded_weights`), the second runs with their copies.
+"""
 IN_THREAD: Any = "thread_local"
 """The error mode of captures: other threads pin memory for the next batches meanwhile."""
 Body = Callable[..., Tensor]
@@ -144,11 +149,10 @@ class Graph:
         torch.cuda.empty_cache()
         before = torch.cuda.current_stream()
         pool.stream.wait_stream(before)
-        # compiles kernels and loads libraries; on the capture's stream, since nodes of autograd
-        # that are not collected yet are bound to theirs
         with torch.cuda.stream(pool.stream):
-            out = body(*self.inputs)
-            _gradients(out, wanted, torch.zeros_like(out))
+            for _ in range(WARM_UP):
+                out = body(*self.inputs)
+                _gradients(out, wanted, torch.zeros_like(out))
         before.wait_stream(pool.stream)
         refuse_other_leaves(out, wanted)
         del out

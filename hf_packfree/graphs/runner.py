@@ -16,7 +16,7 @@ from hf_packfree.errors import ran_out
 from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.ahead import Ahead, Inputs, Launched, places_of, widest
 from hf_packfree.graphs.bucket import Bucket, in_bucket, lengthened_inputs
-from hf_packfree.graphs.bucketing import CHANGES, MOST, Bucketing
+from hf_packfree.graphs.bucketing import CHANGES, MOST, Bucketing, covered, in_longer
 from hf_packfree.graphs.capture import (
     CaptureStream,
     Graph,
@@ -212,12 +212,15 @@ class Runner:
     ) -> Tensor | str:
         kind = _kind(embeddings, positions)
         key, why = self._bucketing.choose(packed, kind, self.graphs, self.replayed, wait)
+        if key is not None and key not in self.graphs:
+            inputs = lengthened_inputs(embeddings, positions, key[0])
+            found = self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
+            if isinstance(found, Tensor):
+                return found
+            key, why = in_longer(packed, kind, self.graphs), found
         if key is None:
             return why
-        inputs = lengthened_inputs(embeddings, positions, key[0])
-        if key not in self.graphs:
-            return self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
-        found = self._run(key, inputs, packed)
+        found = self._run(key, lengthened_inputs(embeddings, positions, key[0]), packed)
         self.in_longer += isinstance(found, Tensor) and not key[0].holds(packed)
         return found
 
@@ -264,28 +267,40 @@ class Runner:
             self._bucketing.given_up[key] = "none of its weights is trained"
             return self._bucketing.given_up[key]
         # the capture's backward pass would run the hooks, and the step's own again
-        if any(x._backward_hooks for x in parameters):
-            return "parameters have hooks (register_hook)"
-        if (why := self._in_use()) is not None:
+        hooks = any(x._backward_hooks for x in parameters)
+        why = "parameters have hooks (register_hook)" if hooks else self._in_use()
+        if why is not None:
             return why
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
         self._bucketing.captures += 1
         found = self._graph(key[0], trunk, layers, inputs, parameters, row)
-        if not isinstance(found, str):
-            if free_memory(inputs[0].device) >= SPARE:
-                self.graphs[key] = found
-                return None
-            found = f"with it, less than {SPARE:.1%} of the GPU's memory would be free"
-            # copies of weights are what goes first: the next row's graph is captured without
-            if len(self.rounded):
-                self._drop()
-                self.rounded.refused = True
-                return found
-            self._pool = self._pool if self.graphs else None
-        self._bucketing.given_up[key] = found
-        logger.warning("rows of %s tokens run without a CUDA graph: %s", key[0].tokens, found)
-        return found
+        if isinstance(found, str):
+            return self._give_up(key, found)
+        if free_memory(inputs[0].device) < SPARE:
+            return self._without_room(key)
+        for each in covered(key, self.graphs):
+            del self.graphs[each]
+        self.graphs[key] = found
+        return None
+
+    def _without_room(self, key: Any) -> str:
+        """Do without the graph that was captured last; return why."""
+        why = f"with it, less than {SPARE:.1%} of the GPU's memory would be free"
+        # copies of weights are what goes first: the next row's graph is captured without
+        if len(self.rounded):
+            self._drop()
+            self.rounded.refused = True
+            return why
+        self._bucketing.no_room = key[0].tokens, why
+        self._pool = self._pool if self.graphs else None
+        return self._give_up(key, why)
+
+    def _give_up(self, key: Any, why: str) -> str:
+        """Never capture a bucket's graph again; return why."""
+        self._bucketing.given_up[key] = why
+        logger.warning("rows of %s tokens run without a CUDA graph: %s", key[0].tokens, why)
+        return why
 
     def _drop(self) -> None:
         """Drop all graphs, and all memory that only they read."""
@@ -340,6 +355,8 @@ class Runner:
             self._drop()
             forget_failed_capture(device)
             why = f"the capture failed: {str(error).splitlines()[0]}"
+            if ran_out(error):
+                self._bucketing.no_room = bucket.tokens, why
             # no length was captured, so that it is not for its length that this one failed
             if self._bucketing.captures == 1 and not ran_out(error):
                 self._why_not = why

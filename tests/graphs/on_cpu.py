@@ -128,8 +128,9 @@ def let_capture_whole_documents(monkeypatch: Any) -> None:
 
 def padded(packed, bucket):
     """In the place of `in_bucket`."""
-    spare = bucket.tokens - packed.num_tokens
-    return PackedSequence.from_lengths(packed.lengths + [spare] * (spare > 0))
+    whole, rest = divmod(bucket.tokens - packed.num_tokens, bucket.longest)
+    padding = [bucket.longest] * whole + [rest] * (rest > 0)
+    return PackedSequence.from_lengths(packed.lengths + padding)
 
 
 class Unread:

@@ -26,6 +26,7 @@ from hf_packfree.models import entry
 from hf_packfree.models.qwen3_5 import tiny_config
 from hf_packfree.ops.attention.triton_native import plan_blocks
 from hf_packfree.ops.conv.triton_native import plan_masks
+from hf_packfree.ops.delta_rule.even_segments import cut_evenly
 from hf_packfree.ops.fla_support import plan_chunks
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
@@ -36,6 +37,7 @@ from tests.support import GRADIENT_TOL, LOGIT_TOL, relative_rms, runner_of
 ROWS = (55, 2), (3, 54), (30, 20, 7), (9, 9, 9, 9, 21), (19, 19, 19)
 ONE_TOKEN_AT_THE_END = (56, 1)
 PLANS = (plan_chunks, 64), (plan_blocks, False), (plan_blocks, True), (plan_masks,)
+PLANS += ((cut_evenly, 1),)
 
 
 def starts_of(lengths):
@@ -58,12 +60,18 @@ def test_plans_from_the_starts_are_those_of_the_documents(lengths, spare):
     assert (wanted.max_seqlen, wanted.num_segments) == (found.max_seqlen, found.num_segments)
     for build, *args in PLANS:
         made, its = (record.cached(build, *args) for record in (wanted, found))
-        for one, other in zip(*map(_parts, (made, its)), strict=True):
+        for one, other in zip(*map(tensors, (made, its)), strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other), build
 
 
-def _parts(plan):
-    return plan if isinstance(plan, tuple) else (plan,)
+def tensors(plan):
+    """The tensors of a plan, of which records are part."""
+    if isinstance(plan, PackedSequence):
+        return [plan.cu_seqlens, plan.seq_idx]
+    parts = plan if isinstance(plan, tuple) else (plan,)
+    return [
+        x for part in parts for x in ([part] if isinstance(part, torch.Tensor) else tensors(part))
+    ]
 
 
 @given(

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hf_packfree.graphs import bucketing, runner
+from hf_packfree.graphs.bucket import Bucket
+from hf_packfree.graphs.bucketing import covered
 from hf_packfree.packing import PackedSequence
 
 
@@ -22,6 +24,8 @@ class Counting(runner.Runner):
             self.graphs.pop(next(iter(self.graphs)))
         self._bucketing.captures += 1
         self.captured += 1
+        for each in covered(key, self.graphs):
+            del self.graphs[each]
         self.graphs[key] = None
 
     def _run(self, key, inputs, packed):
@@ -115,3 +119,53 @@ def test_nothing_is_captured_before_the_optimizer_s_first_step():
     counting.take(500, wait=True)
     # a longer one would have to be captured
     assert counting.captured == 1 and (counting.replayed, counting.in_longer) == (2, 1)
+
+
+def test_a_row_whose_capture_fails_runs_in_a_longer_graph():
+    """And its bucket, with the room that it would have been given, is not tried again."""
+
+    class Refusing(Counting):
+        def _capture(self, key, layers, inputs, row):
+            if key[0].documents <= 16:
+                return super()._capture(key, layers, inputs, row)
+            self._bucketing.captures += 1
+            return self._give_up(key, "there is no room")
+
+    refusing = Refusing(lambda: None)
+    for _ in range(2):
+        refusing.take(60, 60)
+    for _ in range(40):
+        refusing.take(*[6] * 20)
+    # which fits into no graph
+    assert (refusing._bucketing.captures, refusing.replayed) == (2, 1)
+
+
+def test_what_is_longer_than_a_row_without_room_is_not_tried():
+    counting = Counting(lambda: None)
+    counting._bucketing.no_room = 2048, "there is no room"
+    for tokens in (1000, 1000, 2000, 2047, 2048, 4000, 2200, 1024, 700):
+        counting.take(tokens)
+    # of 1,008 and 1,024 tokens
+    assert counting.captured == 2 and counting.replayed == 3
+    counting._bucketing.start_anew()
+    counting.take(2000)
+    assert counting.captured == 3
+
+
+def test_a_capture_is_affordable_where_there_is_no_graph(monkeypatch):
+    """Else no row would ever be replayed again."""
+    counting = Counting(lambda: None)
+    counting._bucketing.captures = bucketing.MOST
+    for _ in range(2):
+        counting.take(1000)
+    assert counting.captured == 1
+    counting.take(5000)
+    assert counting.captured == 1 and counting.replayed == 1
+
+
+def test_a_graph_takes_the_place_of_those_that_it_covers():
+    counting = Counting(lambda: None)
+    for lengths in ((500, 524), (500, 524), (50,) * 20, (900, 100)):
+        counting.take(*lengths)
+    assert [key[0] for key in counting.graphs] == [Bucket(1024, 32, 1024)]
+    assert counting.captured == 2 and counting.replayed == 3
