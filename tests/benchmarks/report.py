@@ -316,7 +316,8 @@ def about(result: dict[str, Any], run: int) -> dict[str, Any]:
 
 
 def _each(texts: Iterable[str]) -> str:
-    return " and ".join(dict.fromkeys(text for text in texts if text))
+    *others, last = dict.fromkeys(text for text in texts if text) or [""]
+    return " and ".join([", ".join(others)] * bool(others) + [last])
 
 
 def top(result: dict[str, Any]) -> str:

@@ -138,6 +138,10 @@ def test_a_row_whose_capture_fails_runs_in_a_longer_graph():
         refusing.take(*[6] * 20)
     # which fits into no graph
     assert (refusing._bucketing.captures, refusing.replayed) == (2, 1)
+    # other settings need other memory
+    refusing._bucketing.start_anew()
+    refusing.take(*[6] * 20)
+    assert refusing._bucketing.captures == 1
 
 
 def test_what_is_longer_than_a_row_without_room_is_not_tried():
@@ -169,3 +173,16 @@ def test_a_graph_takes_the_place_of_those_that_it_covers():
         counting.take(*lengths)
     assert [key[0] for key in counting.graphs] == [Bucket(1024, 32, 1024)]
     assert counting.captured == 2 and counting.replayed == 3
+
+
+def test_rows_of_like_lengths_share_a_graph_before_each_has_its_own():
+    buckets = [], []
+    for lengths, found in zip(((2100,), (2100, 2230, 2360, 2490)), buckets, strict=True):
+        counting = Counting(lambda: None)
+        for _ in range(2):
+            counting.take(4096)
+        for number in range(14):
+            counting.take(lengths[number % len(lengths)])
+        found += [key[0].tokens for key in counting.graphs]
+    # 94% of padding nine times; 60% fourteen times, where each bucket had it three or four times
+    assert buckets == ([4096, 2112], [4096, 2560])
