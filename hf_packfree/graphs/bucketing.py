@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from hf_packfree.graphs.bucket import FEWER_STEPS, Bucket, bucket_of
 from hf_packfree.packing import PackedSequence
 
 CAPTURE = 8
-"""What a capture takes, in times a replay of its row (5 to 18 on an H200): rows run in the graph of
-longer ones until their padding there has taken as long.
+"""What a capture is taken to cost, in times a replay of its row: rows run in the graph of longer
+ones until their padding there has cost as much.
 """
 LENGTHS = 2
 """Rows of so many lengths have graphs with hardly any padding; of rows of more lengths, each such
@@ -56,25 +56,25 @@ class Bucketing:
         graphs: Collection[Any],
         replayed: int,
         wait: bool = False,
-    ) -> tuple[Any, str]:
+    ) -> Any:
         """Return the key of the graph that a row is for, which is to be captured if it is not
-        among `graphs`; or None, and why the row runs without.
+        among `graphs`; or, as text, why the row runs without.
 
         Args:
             replayed: how many rows were replayed.
             wait: whether nothing may be captured, see `Graphs`.
         """
-        held = [key for key in graphs if key[1] == kind and key[0].holds(packed)]
-        if held:
-            return min(held), ""
+        held = _least(graphs, kind, lambda bucket: bucket.holds(packed))
+        if held is not None:
+            return held
         longer = in_longer(packed, kind, graphs)
         own, due = self._new_key(packed, kind, longer)
         key = _widened(own, graphs)
         why = self._why_not(key, due, bool(graphs), replayed, wait)
-        if not why:
+        if why is None:
             del self._padding[own]
-            return key, ""
-        return longer, "" if longer is not None else why
+            return key
+        return why if longer is None else longer
 
     def _new_key(self, packed: PackedSequence, kind: Any, longer: Any) -> tuple[Any, bool]:
         """Return the key of a row that no graph holds, and whether to capture its graph now.
@@ -83,15 +83,14 @@ class Bucketing:
             longer: the key of a graph that takes it, or None.
         """
         first, key = not self._seen, self._key_of(packed, kind)
+        tree = packed.tree is not None
+        coarse = key if tree else (bucket_of(packed, FEWER_STEPS), kind)
         self._seen[key] += 1
-        again = self._seen[key] > 1
-        if packed.tree is not None and longer is None:
-            return key, again
-        coarse = key if packed.tree is not None else (bucket_of(packed, FEWER_STEPS), kind)
         if longer is None:
+            again = self._seen[key] > 1
             # without a graph the row would take its memory beside that of graphs; in a bucket of
             # its own, each row that is a little longer than all before would drop all graphs
-            return (key if first or again else coarse), not first
+            return key if first or again else coarse, again if tree else not first
         for each in {coarse: None, key: None}:
             if each[0].tokens < longer[0].tokens:
                 self._padding[each] += longer[0].tokens / each[0].tokens - 1
@@ -103,11 +102,12 @@ class Bucketing:
         """Return the bucket of a row: with hardly any padding if T comes again, as from a collator
         whose rows are all of one length.
         """
-        key, own = (bucket_of(packed), kind), (bucket_of(packed, None), kind)
+        key = bucket_of(packed), kind
         if packed.tree is not None:
             # two trees hardly ever round up to the same sizes
-            seen = [key for key in self._seen if key[1] == kind and key[0].holds(packed)]
-            return min(seen, default=key)
+            seen = _least(self._seen, kind, lambda bucket: bucket.holds(packed))
+            return key if seen is None else seen
+        own = bucket_of(packed, None), kind
         if own == key:
             return key
         self._lengths.add(own[0].tokens)
@@ -118,8 +118,8 @@ class Bucketing:
         self._seen[own] += 1
         return key
 
-    def _why_not(self, key: Any, due: bool, others: bool, replayed: int, wait: bool) -> str:
-        """Return why a bucket's graph is not captured now, or ""."""
+    def _why_not(self, key: Any, due: bool, others: bool, replayed: int, wait: bool) -> str | None:
+        """Return why a bucket's graph is not captured now, or None."""
         if wait:
             return "the optimizer has made no step yet"
         if key in self.given_up:
@@ -131,41 +131,32 @@ class Bucketing:
         # without any graph, no replay would pay for the next capture
         if others and self.captures >= MOST + replayed // CHANGES:
             return "rows are of more sizes than graphs pay for"
-        return ""
+        return None
 
 
 def in_longer(packed: PackedSequence, kind: Any, graphs: Collection[Any]) -> Any:
     """Return the key of the shortest graph that takes a row, with whatever padding, or None."""
-    return min((key for key in graphs if key[1] == kind and key[0].takes(packed)), default=None)
+    return _least(graphs, kind, lambda bucket: bucket.takes(packed))
+
+
+def _least(keys: Collection[Any], kind: Any, fits: Callable[[Bucket], bool]) -> Any:
+    return min((key for key in keys if key[1] == kind and fits(key[0])), default=None)
 
 
 def _widened(key: Any, graphs: Collection[Any]) -> Any:
     """Return the key with room for all rows of the graphs of as many tokens: which of these a row
     fits into is not known when it is replayed ahead, see `widest`.
     """
-    bucket, kind = key
-    if bucket.tree is not None:
-        return key
-    alike = [bucket, *(other for other, its in graphs if its == kind and _alike(other, bucket))]
-    documents, longest = (max(getattr(x, name) for x in alike) for name in ("documents", "longest"))
-    return replace(bucket, documents=documents, longest=longest), kind
+    every = [key[0], *(bucket for bucket, _ in alike(key, graphs))]
+    documents, longest = (max(getattr(x, name) for x in every) for name in ("documents", "longest"))
+    return replace(key[0], documents=documents, longest=longest), key[1]
 
 
-def covered(key: Any, graphs: Collection[Any]) -> list[Any]:
-    """Return the keys of graphs of as many tokens that hold no row which the key's does not."""
-    bucket, kind = key
-    return [
-        each
-        for each in graphs
-        if each[1] == kind
-        and _alike(each[0], bucket)
-        and each[0].documents <= bucket.documents
-        and each[0].longest <= bucket.longest
-    ]
+def alike(key: Any, graphs: Collection[Any]) -> list[Any]:
+    """Return the keys of graphs of as many tokens, whose place the key's takes; none for a tree."""
+    (tokens, tree), kind = (key[0].tokens, key[0].tree), key[1]
+    found = [each for each in graphs if each[1] == kind and each[0].tokens == tokens]
+    return [each for each in found if tree is None and each[0].tree is None]
 
 
-def _alike(one: Bucket, other: Bucket) -> bool:
-    return one.tokens == other.tokens and one.tree is None and other.tree is None
-
-
-__all__ = ["Bucketing", "covered", "in_longer"]
+__all__ = ["Bucketing", "alike", "in_longer"]

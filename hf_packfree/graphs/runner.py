@@ -16,7 +16,7 @@ from hf_packfree.errors import ran_out
 from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.ahead import Ahead, Inputs, Launched, places_of, widest
 from hf_packfree.graphs.bucket import Bucket, in_bucket, lengthened_inputs
-from hf_packfree.graphs.bucketing import CHANGES, MOST, Bucketing, covered, in_longer
+from hf_packfree.graphs.bucketing import CHANGES, MOST, Bucketing, alike, in_longer
 from hf_packfree.graphs.capture import (
     CaptureStream,
     Graph,
@@ -211,17 +211,18 @@ class Runner:
         wait: bool,
     ) -> Tensor | str:
         kind = _kind(embeddings, positions)
-        key, why = self._bucketing.choose(packed, kind, self.graphs, self.replayed, wait)
-        if key is not None and key not in self.graphs:
+        key = self._bucketing.choose(packed, kind, self.graphs, self.replayed, wait)
+        if not isinstance(key, str) and key not in self.graphs:
             inputs = lengthened_inputs(embeddings, positions, key[0])
             found = self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
             if isinstance(found, Tensor):
                 return found
-            key, why = in_longer(packed, kind, self.graphs), found
-        if key is None:
-            return why
+            key = in_longer(packed, kind, self.graphs) or found
+        if isinstance(key, str):
+            return key
         found = self._run(key, lengthened_inputs(embeddings, positions, key[0]), packed)
-        self.in_longer += isinstance(found, Tensor) and not key[0].holds(packed)
+        longer = not key[0].holds_tokens(packed.num_tokens)
+        self.in_longer += longer and isinstance(found, Tensor)
         return found
 
     def _first(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str:
@@ -279,7 +280,7 @@ class Runner:
             return self._give_up(key, found)
         if free_memory(inputs[0].device) < SPARE:
             return self._without_room(key)
-        for each in covered(key, self.graphs):
+        for each in alike(key, self.graphs):
             del self.graphs[each]
         self.graphs[key] = found
         return None

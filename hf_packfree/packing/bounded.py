@@ -33,15 +33,15 @@ def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) ->
     Plans of the result have the fixed sizes of `chunk_plan` for bounded records.
 
     Args:
-        packed: of a row of no more tokens, and of fewer documents, so that those of padding are
-            among `documents`.
-        tokens, documents: T and N of the result.
+        packed: of a row of no more tokens.
+        tokens, documents: T and N of the result; N is at least that of the row's documents, those
+            of padding, and an empty one.
         longest: `max_seqlen` of the result.
     """
     device, spare = packed.seq_idx.device, tokens - packed.num_tokens
     ends = torch.arange(1, documents - packed.num_segments + 1, dtype=torch.int32, device="cpu")
     ends = (packed.num_tokens + ends * longest).clamp_(max=tokens)
-    assert ends[-1] == tokens, "found less room than the row's padding takes"
+    assert ends[-1] == tokens, "found too few documents for the padding"
     offsets = torch.cat([packed.cu_seqlens_cpu, ends])
     seq_idx = packed.seq_idx
     if spare:

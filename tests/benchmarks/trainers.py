@@ -310,7 +310,7 @@ def main() -> None:
         ("trl-ragged-lora", sft, "lora", ragged),
     ):
         if options.tiny:
-            data = replace(data, length=data.length and 8, steps=30)
+            data = replace(data, length=8 if data.length else None, steps=30)
         for name, described in VARIANTS.items():
             # without copies of fp32 weights (`hf_packfree.ops.rounded_weights`)
             without = mock.patch.object(runner, "SPARE_OF_COPIES", 1.0)

@@ -369,7 +369,7 @@ def test_buckets_that_share_memory_in_turns(record, lora):
 @pytest.mark.parametrize("lora", ["", "fp32"])
 def test_rows_in_a_longer_row_s_graph(record, lora, monkeypatch):
     """The bits of the same layers in that bucket, most of which is padding, in several documents
-    where it is longer than the row's; and the values and gradients of the row by itself.
+    where it is longer than the row's; and the values of the row's documents alone.
     """
     monkeypatch.setattr(bucketing, "CAPTURE", 999)
     model = model_of()

@@ -7,7 +7,7 @@ import torch
 
 from hf_packfree.graphs import bucketing, runner
 from hf_packfree.graphs.bucket import Bucket
-from hf_packfree.graphs.bucketing import covered
+from hf_packfree.graphs.bucketing import alike
 from hf_packfree.packing import PackedSequence
 
 
@@ -24,7 +24,7 @@ class Counting(runner.Runner):
             self.graphs.pop(next(iter(self.graphs)))
         self._bucketing.captures += 1
         self.captured += 1
-        for each in covered(key, self.graphs):
+        for each in alike(key, self.graphs):
             del self.graphs[each]
         self.graphs[key] = None
 
@@ -121,16 +121,27 @@ def test_nothing_is_captured_before_the_optimizer_s_first_step():
     assert counting.captured == 1 and (counting.replayed, counting.in_longer) == (2, 1)
 
 
+class Refusing(Counting):
+    """Captures the rows of 128 tokens and 16 documents alone."""
+
+    def _capture(self, key, layers, inputs, row):
+        if (key[0].tokens, key[0].documents) == (128, 16):
+            return super()._capture(key, layers, inputs, row)
+        self._bucketing.captures += 1
+        return self._give_up(key, "there is no room")
+
+
 def test_a_row_whose_capture_fails_runs_in_a_longer_graph():
-    """And its bucket, with the room that it would have been given, is not tried again."""
+    refusing = Refusing(lambda: None)
+    for _ in range(2):
+        refusing.take(60, 60)
+    for _ in range(40):
+        refusing.take(40, 33)
+    assert (refusing._bucketing.captures, refusing.replayed, refusing.in_longer) == (2, 41, 40)
 
-    class Refusing(Counting):
-        def _capture(self, key, layers, inputs, row):
-            if key[0].documents <= 16:
-                return super()._capture(key, layers, inputs, row)
-            self._bucketing.captures += 1
-            return self._give_up(key, "there is no room")
 
+def test_a_refused_bucket_is_not_tried_again():
+    """With the room, that is, which it would have been given."""
     refusing = Refusing(lambda: None)
     for _ in range(2):
         refusing.take(60, 60)
@@ -156,7 +167,7 @@ def test_what_is_longer_than_a_row_without_room_is_not_tried():
     assert counting.captured == 3
 
 
-def test_a_capture_is_affordable_where_there_is_no_graph(monkeypatch):
+def test_a_capture_is_affordable_where_there_is_no_graph():
     """Else no row would ever be replayed again."""
     counting = Counting(lambda: None)
     counting._bucketing.captures = bucketing.MOST
@@ -167,7 +178,7 @@ def test_a_capture_is_affordable_where_there_is_no_graph(monkeypatch):
     assert counting.captured == 1 and counting.replayed == 1
 
 
-def test_a_graph_takes_the_place_of_those_that_it_covers():
+def test_a_graph_takes_the_place_of_those_of_as_many_tokens():
     counting = Counting(lambda: None)
     for lengths in ((500, 524), (500, 524), (50,) * 20, (900, 100)):
         counting.take(*lengths)

@@ -65,10 +65,6 @@ def hidden(model, lengths, seed=0, **more):
     return model.base_model(**inputs_of(lengths, seed), **more).last_hidden_state
 
 
-def graphs_of(model):
-    return patch_report(model).cuda_graphs
-
-
 def _recompute_nothing(model):
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
 
@@ -452,7 +448,9 @@ def test_a_longer_row_is_captured_at_once_and_shorter_ones_again(model):
     hidden(model, between).sum().backward()
     assert [key[0].tokens for key in graphs.graphs] == [32, 128] and graphs._pool is pool
     assert (graphs.replayed, graphs.in_longer) == (6, 3)
-    assert "6 rows were replayed, 3 in graphs of longer rows (of up" in graphs_of(model)
+    assert (
+        "6 rows were replayed, 3 in graphs of longer rows (of up" in patch_report(model).cuda_graphs
+    )
 
 
 @pytest.mark.parametrize(
@@ -780,6 +778,9 @@ def test_a_graph_that_leaves_too_little_memory_is_dropped(model, monkeypatch, ca
         and runner_of(model)._pool is None
     )
     assert "4 because with it, less than 12.5% of the GPU's" in patch_report(model).cuda_graphs
+    # nor is one tried that needs more
+    for _ in range(2):
+        hidden(model, (300, 100)).sum().backward()
     assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
 
 

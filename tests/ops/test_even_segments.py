@@ -34,7 +34,7 @@ def in_pieces(packed, size):
 
 
 @settings(max_examples=60)
-@given(lengths=rows, size=st.integers(1, 5), longest=st.sampled_from([400, 1024]))
+@given(lengths=rows, size=st.integers(1, 8), longest=st.sampled_from([400, 1024]))
 def test_every_document_is_cut_by_itself(lengths, size, longest):
     packed, bucket = PackedSequence.from_lengths(lengths), replace(BUCKET, longest=longest)
     assume(bucket.takes(packed))
