@@ -12,7 +12,8 @@ sizes:
 - `captured_sequence`: every plan that a captured kernel reads is computed for each row and written
   where the kernel reads it. A row whose plan has another size or kind, or whose layers need other
   facts on the host, runs without the graph.
-- `capture`: the two graphs of a bucket, forward and backward, and their place in autograd.
+- `capture`: the graphs of a bucket, forward and backward, and their place in autograd. `parts`: the
+  backward pass is several graphs, so that DDP reduces gradients while others are computed.
 - `gradient_buffers`: gradients of parameters that leave the backward graph without a copy.
 - `checkpointing`: layers whose forward the backward pass runs again.
 - `settings`: what a graph depends on apart from its inputs; if that changes, it is captured anew.

@@ -1,4 +1,4 @@
-"""Two CUDA graphs of one function, forward and backward, and their place in autograd.
+"""CUDA graphs of one function, forward and backward, and their place in autograd.
 
 torch's `make_graphed_callables` returns tensors in the memory that the next replay overwrites. So a
 second forward before the first one's backward, accumulated gradients, or an output that is kept
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
-from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
+from hf_packfree.graphs.gradient_buffers import borrowed
+from hf_packfree.graphs.parts import CapturedPart, gradients, inputs_of, nodes_of, parts_of
 from hf_packfree.once_differentiable import once_differentiable
 
 WARM_UP = 2
@@ -37,11 +38,12 @@ class Row:
 
     Args:
         out: the function's value, which `_Replay.forward` takes out.
+        parts: of the backward pass, of which `left` are still to run.
     """
 
-    def __init__(self, out: Tensor) -> None:
+    def __init__(self, out: Tensor, parts: int) -> None:
         self.out: Tensor | None = out
-        self.done = False
+        self.left = parts
 
 
 class CaptureStream:
@@ -111,8 +113,8 @@ class Pool:
 
 
 class Graph:
-    """A function as two CUDA graphs, forward and backward; a function of some tensors, and of
-    parameters that it reads itself.
+    """A function as CUDA graphs, one forward and one for each part of the backward pass; a function
+    of some tensors, and of parameters that it reads itself.
 
     Args:
         body: the function: returns one tensor, given the inputs.
@@ -124,6 +126,7 @@ class Graph:
             `in_the_place_of`.
         kept: what holds all else that the body reads, such as frozen weights and plans: it lives as
             long as the graph, which a backward pass that is still to come keeps.
+        layers: at whose inputs the backward pass is cut, see `parts_of`.
     """
 
     def __init__(
@@ -134,17 +137,21 @@ class Graph:
         pool: Pool,
         read: Sequence[Tensor],
         kept: Any = None,
+        layers: Sequence[nn.Module] = (),
     ) -> None:
         # the pool, too: its stream has the memory of cuBLAS's workspaces
         self.kept = kept, pool
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         self.parameters = tuple(parameters)
+        self.parts: list[CapturedPart] = []
         self._row: Any = lambda: None
         with torch.cuda.device_of(self.inputs[0]):
-            self._capture(body, pool, read)
+            self._capture(body, pool, read, layers)
 
-    def _capture(self, body: Body, pool: Pool, read: Sequence[Tensor]) -> None:
-        wanted = [x for x in self.inputs if x.requires_grad] + [*read]
+    def _capture(
+        self, body: Body, pool: Pool, read: Sequence[Tensor], layers: Sequence[nn.Module]
+    ) -> None:
+        leaves = self._leaves(self.inputs, read)
         # of what steps before left to the allocator, another stream can reuse nothing
         torch.cuda.empty_cache()
         before = torch.cuda.current_stream()
@@ -152,27 +159,44 @@ class Graph:
         with torch.cuda.stream(pool.stream):
             for _ in range(WARM_UP):
                 out = body(*self.inputs)
-                _gradients(out, wanted, torch.zeros_like(out))
+                gradients(out, leaves, torch.zeros_like(out))
         before.wait_stream(pool.stream)
-        refuse_other_leaves(out, wanted)
+        refuse_other_leaves(out, leaves)
         del out
-        with pool.capture() as self._forward:
+        with pool.capture() as self._forward, inputs_of(layers) as cuts:
             out = body(*self.inputs)
         self.d_out = torch.zeros_like(out)
-        with pool.capture() as self._backward:
-            grads = _gradients(out, wanted, self.d_out)
+        captured, d_end = [], self.d_out
+        for part in parts_of(out, cuts, leaves):
+            with pool.capture() as graph:
+                d_end, grads = part.gradients(d_end, leaves)
+            # kept up to the last part, so that none writes where one before it did
+            captured.append((part.leaves, grads, graph))
         # results are copied right after a replay, because other graphs use the memory afterwards
         self.out = borrowed(out)
-        left = iter(grads)
-        of_inputs = [next(left) if x.requires_grad else None for x in self.inputs]
-        self._d_inputs = [None if grad is None else borrowed(grad) for grad in of_inputs]
-        self.gradients = GradientBuffers(self.parameters, [*left], self._backward)
+        self.parts = [self._part(*each) for each in captured]
+
+    def _leaves(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return what has gradients, given a row's inputs."""
+        both = zip(self.inputs, inputs, strict=True)
+        return [given for own, given in both if own.requires_grad] + [*parameters]
+
+    def _part(
+        self, leaves: Sequence[int], grads: Sequence[Tensor | None], graph: Any
+    ) -> CapturedPart:
+        inputs = sum(x.requires_grad for x in self.inputs)
+        parameters = [self.parameters[number - inputs] for number in leaves if number >= inputs]
+        return CapturedPart(leaves, grads, parameters, graph)
 
     @property
     def is_free(self) -> bool:
         """Whether no backward is still to run that reads memory which a replay would overwrite."""
         row = self._row()
-        return row is None or row.done
+        return row is None or row.left == 0
+
+    def take_back(self) -> bool:
+        """See `GradientBuffers.take_back`."""
+        return all(part.gradients.take_back() for part in self.parts)
 
     def replay(self, *inputs: Tensor) -> Tensor:
         """Return a copy of the function's value, with its place in autograd."""
@@ -191,27 +215,32 @@ class Graph:
 
     def result(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return what `replay` does, after `launch` with the same inputs."""
-        row = Row(self.out.clone())
+        row = Row(self.out.clone(), len(self.parts))
         self._row = weakref.ref(row)
-        return _Replay.apply(self, row, *inputs, *self.parameters)  # type: ignore[no-any-return]
+        leaves = self._leaves(inputs, self.parameters)
+        found: Any = None
+        # the first layers' part comes last in the backward pass
+        for number in reversed(range(len(self.parts))):
+            its = (leaves[each] for each in self.parts[number].leaves)
+            found = _Replay.apply(self, row, number, found, *its)
+        return found  # type: ignore[no-any-return]
 
     def _run_forward(self) -> None:
         with torch.cuda.device_of(self.out):
             self._forward.replay()
 
-    def run_backward(self, d_out: Tensor) -> list[Tensor | None]:
-        """Replay the backward graph; return the gradients of inputs and parameters."""
-        self.d_out.copy_(d_out)
+    def run_backward(self, number: int, d_out: Tensor) -> list[Tensor | None]:
+        """Replay a part's graph; return the gradients of its leaves. The first part's gets the
+        function's gradient `d_out`, the others' read what the one before wrote.
+        """
+        if number == 0:
+            self.d_out.copy_(d_out)
+        self._run_part(number)
+        return self.parts[number].hand_out()
+
+    def _run_part(self, number: int) -> None:
         with torch.cuda.device_of(self.out):
-            self._backward.replay()
-        d_inputs = [None if grad is None else grad.clone() for grad in self._d_inputs]
-        return d_inputs + self.gradients.hand_out()
-
-
-def _gradients(out: Tensor, wanted: Sequence[Tensor], d_out: Tensor) -> tuple[Any, ...]:
-    """Return the gradients, computed without autocast, which is off in a step's backward pass."""
-    with torch.autocast(out.device.type, enabled=False):
-        return torch.autograd.grad(out, wanted, d_out, allow_unused=True)
+            self.parts[number].graph.replay()
 
 
 @contextmanager
@@ -264,18 +293,6 @@ def refuse_other_leaves(out: Tensor, wanted: Sequence[Tensor]) -> None:
             )
 
 
-def nodes_of(out: Tensor) -> set[Any]:
-    """Return the autograd nodes that a tensor was computed by, those of leaves included."""
-    found: set[Any] = set()
-    left: list[Any] = [out.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            left += [following for following, _ in node.next_functions]
-    return found
-
-
 def forget_failed_capture(device: torch.device) -> None:
     """Make the random generator usable after a failed capture: torch 2.11's still takes itself to
     be in a capture.
@@ -298,23 +315,32 @@ def _multiply(x: Tensor) -> None:
 
 
 class _Replay(Function):
+    """A part of the backward pass. The first part's output is the function's value; each other's is
+    an empty tensor, an input of the part that runs before it.
+    """
+
     @staticmethod
-    def forward(ctx: Any, graph: Graph, row: Row, *tensors: Tensor) -> Tensor:
-        ctx.graph, ctx.row = graph, row
+    def forward(
+        ctx: Any, graph: Graph, row: Row, number: int, link: Tensor | None, *leaves: Tensor
+    ) -> Tensor:
+        ctx.graph, ctx.row, ctx.number, ctx.is_linked = graph, row, number, link is not None
         ctx.set_materialize_grads(True)
+        assert row.out is not None
+        if number:
+            return row.out.new_empty(0)
         out, row.out = row.out, None
-        assert out is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        row = ctx.row
-        if row.done:
+        row, number = ctx.row, ctx.number
+        if row.left != len(ctx.graph.parts) - number:
             raise RuntimeError(
                 "found a second backward pass through one forward pass, whose values a CUDA graph "
                 "no longer has; wanted one; pass cuda_graphs='never' to PackFreeCallback or "
                 "apply_patches for losses that need more"
             )
-        row.done = True
-        return None, None, *ctx.graph.run_backward(d_out)
+        row.left -= 1
+        d_link = d_out.new_empty(0) if ctx.is_linked else None
+        return None, None, None, d_link, *ctx.graph.run_backward(number, d_out)

@@ -27,6 +27,7 @@ from hf_packfree.graphs.capture import (
 )
 from hf_packfree.graphs.captured import Captured
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
+from hf_packfree.graphs.parts import layers_to_cut_at
 from hf_packfree.graphs.settings import Settings, why_not, why_not_row
 from hf_packfree.graphs.unread import plans_of
 from hf_packfree.ops.rounded_weights import RoundedWeights
@@ -253,7 +254,7 @@ class Runner:
         graphs = [each.graph for each in self.graphs.values()]
         if not all(graph.is_free for graph in graphs):
             return "the backward pass of a row before is still to come"
-        if not all(graph.gradients.take_back() for graph in graphs):
+        if not all(graph.take_back() for graph in graphs):
             return "gradients of a row before are kept elsewhere than in .grad"
         return None
 
@@ -344,7 +345,8 @@ class Runner:
             ):
                 # the backward graph reads plans and weights, too
                 kept = self._settings, packed, rounded
-                graph = Graph(body, inputs, parameters, pool, read, kept)
+                cuts = layers_to_cut_at(trunk)
+                graph = Graph(body, inputs, parameters, pool, read, kept, cuts)
             return Captured(graph, packed, plans_of(packed, bucket, pool))
         except NotCapturable as error:
             # which no other length would change

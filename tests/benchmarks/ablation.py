@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from hf_packfree.graphs import parts
 from hf_packfree.graphs.ahead import Ahead
 from hf_packfree.graphs.unread import Plans
 from hf_packfree.models import peft_lora
@@ -114,19 +115,26 @@ def _plans(model: nn.Module) -> AbstractContextManager[Any]:
     return mock.patch.object(Plans, "_replay", Plans._write)
 
 
+def _whole_documents(model: nn.Module) -> AbstractContextManager[Any]:
+    """Documents are walked whole in CUDA graphs."""
+    return _captured_with(model, even_segments, "segment_size", lambda *sizes: None)
+
+
+def _whole_backward(model: nn.Module) -> AbstractContextManager[Any]:
+    """The backward pass is one CUDA graph."""
+    return _captured_with(model, parts, "PARTS", 1)
+
+
 @contextmanager
-def _whole_documents(model: nn.Module) -> Iterator[None]:
-    """Documents are walked whole in CUDA graphs, which are captured anew for it, once."""
+def _captured_with(model: nn.Module, module: Any, name: str, value: Any) -> Iterator[None]:
+    """Replay CUDA graphs that were captured, once, with another value of something."""
     runner = runner_of(model)
-    graphs = _OF_WHOLE.setdefault(runner, {})
-    with (
-        mock.patch.object(even_segments, "segment_size", lambda *sizes: None),
-        mock.patch.object(runner, "graphs", graphs),
-    ):
+    graphs = _CAPTURED.setdefault(runner, {}).setdefault(name, {})
+    with mock.patch.object(module, name, value), mock.patch.object(runner, "graphs", graphs):
         yield
 
 
-_OF_WHOLE: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_CAPTURED: WeakKeyDictionary[Any, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
 
 
 def _scaled_gradients(model: Any) -> AbstractContextManager[Any]:
@@ -161,8 +169,13 @@ GRAPHS: Mapping[str, Off] = {
     "nothing": HOST["nothing"],
     "replay ahead": _ahead,
     "graph of plans": _plans,
+    "backward pass in parts": _whole_backward,
 }
-LONG: Mapping[str, Off] = {"nothing": HOST["nothing"], "segments in graphs": _whole_documents}
+LONG: Mapping[str, Off] = {
+    "nothing": HOST["nothing"],
+    "segments in graphs": _whole_documents,
+    "backward pass in parts": _whole_backward,
+}
 HEAD: Mapping[str, Off] = {"nothing": HOST["nothing"], "scaled gradients": _scaled_gradients}
 
 

@@ -242,16 +242,24 @@ def _ddp(rows: Rows) -> list[str]:
     """Return the lines of a table of DDP's steps, with CUDA graphs and without: times alone, for the
     peak of what is allocated has nothing of a graph's memory.
     """
-    names = {"2b-8k-ddp": "full training", "2b-8k-lora-ddp": "LoRA r=16"}
-    ways = {"packfree, with CUDA graphs": "packfree", "without": "packfree, no graphs"}
+    names = {
+        "2b-2k-ddp": "full training, 2,048 tokens a rank",
+        "2b-8k-ddp": "full training, 8,192 tokens a rank",
+        "2b-8k-lora-ddp": "LoRA r=16, 8,192 tokens a rank",
+    }
+    ways = {
+        "packfree, with CUDA graphs": "packfree",
+        "the backward pass in one graph": "packfree, backward pass in one graph",
+        "without graphs": "packfree, no graphs",
+        "packfree, one GPU": "packfree, one GPU",
+    }
     body = []
     for work, title in names.items():
         found = [rows.get((work, way), {}) for way in ways.values()]
-        if all("ms" in row for row in found):
-            times = " | ".join(f"{row['ms']:,.0f} ms" for row in found)
-            body.append(f"| {title} | {times} |")
-    head = ("2B shape, DDP over two, autocast, 8,192 tokens a rank", *ways)
-    return [*as_table(head, body), ""] if body else []
+        if "ms" in found[0]:
+            times = (f"{row['ms']:,.0f} ms" if "ms" in row else "" for row in found)
+            body.append(f"| {title} | {' | '.join(times)} |")
+    return [*as_table(("2B shape, DDP over two, autocast", *ways), body), ""] if body else []
 
 
 def trainer(path: Path) -> str:

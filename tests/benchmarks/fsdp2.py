@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import patch_report
+from hf_packfree.graphs import parts
+from hf_packfree.graphs.parts import PARTS
 from tests.benchmarks.batches import Load
 from tests.benchmarks.context_parallel_ranks import Bench, group_of, results_of_ranks
 from tests.benchmarks.machine import machine
@@ -66,7 +69,9 @@ SHARDINGS = {
 
 
 class Row(NamedTuple):
-    """What is measured: a workload by the name of its results, what runs, and of which tokens."""
+    """What is measured: a workload by the name of its results, what runs, of which tokens, and in
+    how many CUDA graphs a backward pass may be.
+    """
 
     workload: str
     name: str
@@ -75,6 +80,7 @@ class Row(NamedTuple):
     parallel: str = "fsdp2"
     note: str = ""
     sharding: Sharding = Sharding()
+    backward_parts: int = PARTS
 
 
 def rows_of() -> list[Row]:
@@ -136,14 +142,23 @@ def data_parallel() -> list[Row]:
     replayed = replace(PACKFREE, cuda_graphs="auto")
     kinds: dict[str, tuple[Variant, str]] = {
         "packfree": (replayed, "ddp"),
+        "packfree, backward pass in one graph": (replayed, "ddp"),
         "packfree, no graphs": (PACKFREE, "ddp"),
         "packfree, one GPU": (replayed, ""),
     }
     return [
-        Row(work, name, replace(variant, **options), 8192, parallel)
-        for work, options in {
-            "2b-8k-ddp": {"fp32": True},
-            "2b-8k-lora-ddp": {"lora": "fp32"},
+        Row(
+            work,
+            name,
+            replace(variant, **options),
+            tokens,
+            parallel,
+            backward_parts=1 if "one graph" in name else PARTS,
+        )
+        for work, (options, tokens) in {
+            "2b-8k-ddp": ({"fp32": True}, 8192),
+            "2b-2k-ddp": ({"fp32": True}, 2048),
+            "2b-8k-lora-ddp": ({"lora": "fp32"}, 8192),
         }.items()
         for name, (variant, parallel) in kinds.items()
     ]
@@ -174,7 +189,10 @@ def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:
     lengths = tuple(log_normal_lengths(tokens, seed=dist.get_rank()))
     load = Load(lengths, whole=True, autocast=replicated)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    with variant_of(SHAPES["tiny" if tiny else "2b"], row.variant, device, dtype) as model:
+    with (
+        variant_of(SHAPES["tiny" if tiny else "2b"], row.variant, device, dtype) as model,
+        mock.patch.object(parts, "PARTS", row.backward_parts),
+    ):
         called = model
         if row.parallel == "fsdp2":
             shard(model, device, row.sharding)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.graphs.capture import nodes_of
+from hf_packfree.graphs.parts import nodes_of
 from hf_packfree.ops import launch as launcher
 from hf_packfree.packing import PackedSequence
 from tests.benchmarks.machine import machine

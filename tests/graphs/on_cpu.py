@@ -17,6 +17,7 @@ from hf_packfree.graphs import (
     captured,
     captured_sequence,
     gradient_buffers,
+    parts,
     runner,
     unread,
 )
@@ -38,34 +39,41 @@ def tensor_at(address: Address, like: Tensor) -> Tensor:
 class Again(capture.Graph):
     """Runs the layers at every replay, on the tensors that a graph would read and write."""
 
-    def _capture(self, body, pool, read):
-        self.body = body
-        out = body(*self.inputs)
-        capture.refuse_other_leaves(out, [x for x in self.inputs if x.requires_grad] + [*read])
-        self.nodes = capture.nodes_of(out)
-        grads = torch.autograd.grad(out.sum(), read, allow_unused=True)
-        self.written = [None if grad is None else grad.clone() for grad in grads]
-        self.gradients = gradient_buffers.GradientBuffers(
-            self.parameters, self.written, self.written
-        )
+    def _capture(self, body, pool, read, layers):
+        self.body, self.layers = body, layers
+        with parts.inputs_of(layers) as cuts:
+            out = body(*self.inputs)
+        leaves = self._leaves(self.inputs, read)
+        capture.refuse_other_leaves(out, leaves)
+        self.nodes = parts.nodes_of(out)
+        d_out, captured = torch.ones_like(out), []
+        for part in parts.parts_of(out, cuts, leaves):
+            d_out, grads = part.gradients(d_out, leaves)
+            grads = [None if grad is None else grad.clone() for grad in grads]
+            captured.append((part.leaves, grads, grads))
+        self.parts = [self._part(*each) for each in captured]
 
     def _run_forward(self):
         # activations lie where gradients of rows before did
-        for written in self.written:
-            if written is not None:
-                written.fill_(float("nan"))
-        with torch.enable_grad():
-            self.live = self.body(*self.inputs)
-        self.out = self.live.detach()
+        for part in self.parts:
+            for written in part.graph:
+                if written is not None:
+                    written.fill_(float("nan"))
+        with torch.enable_grad(), parts.inputs_of(self.layers) as cuts:
+            live = self.body(*self.inputs)
+        self.left = parts.parts_of(live, cuts, self._leaves(self.inputs, self.parameters))
+        self.d_out = torch.empty_like(live)
+        self.out = live.detach()
 
-    def run_backward(self, d_out):
-        wanted = [x for x in self.inputs if x.requires_grad] + [*self.parameters]
-        grads = iter(torch.autograd.grad(self.live, wanted, d_out, allow_unused=True))
-        d_inputs = [next(grads) if x.requires_grad else None for x in self.inputs]
-        for written, grad in zip(self.written, grads, strict=True):
-            if written is not None:
-                written.copy_(grad)
-        return d_inputs + self.gradients.hand_out()
+    def _run_part(self, number):
+        part, written = next(self.left), self.parts[number].graph
+        if number == 0:
+            self.d_end = self.d_out
+        leaves = self._leaves(self.inputs, self.parameters)
+        self.d_end, grads = part.gradients(self.d_end, leaves)
+        for to, grad in zip(written, grads, strict=True):
+            if to is not None:
+                to.copy_(grad)
 
 
 class OnACPU(capture.Pool):

@@ -18,7 +18,7 @@ from transformers import Qwen3_5ForCausalLM
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.graphs import bucketing, captured_sequence, runner
-from hf_packfree.graphs.capture import nodes_of
+from hf_packfree.graphs.parts import nodes_of
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import captured_layers
 from hf_packfree.models.qwen3_5 import tiny_config
@@ -221,7 +221,8 @@ def test_gradients_lie_in_the_graph_s_memory_and_outlive_the_next_row(model):
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
     captured = next(iter(runner_of(model).graphs.values())).graph
-    places = {written.data_ptr() for written in captured.written if written is not None}
+    written = [x for part in captured.parts for x in part.graph if x is not None]
+    places = {x.data_ptr() for x in written}
     model.zero_grad()
     hidden(model, ROWS[0]).sum().backward()
     assert {parameter.grad.data_ptr() for parameter in parameters} <= places
