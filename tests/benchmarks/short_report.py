@@ -61,7 +61,9 @@ def read(path: Path) -> tuple[dict[str, Any], Rows]:
 def tables() -> dict[tuple[str, str], str]:
     """Return {(page, mark): what the page has to hold there}, as `report.tables` does."""
     image = f"![Time of a step over its tokens]({Path(PLOT).name})\n"
-    return {MARK: "\n".join((image, *map(table, results())))}
+    # the plotted rows stand below their plot
+    paths = sorted(results(), key=lambda path: path != plotted())
+    return {MARK: "\n".join((image, *map(table, paths)))}
 
 
 def table(path: Path) -> str:
@@ -83,7 +85,7 @@ def table(path: Path) -> str:
     # a column that no row has is none
     kept = [column for column in zip(*lines, strict=True) if any(column[2:])]
     drawn = [f"| {' | '.join(line)} |" for line in zip(*kept, strict=True)]
-    return "\n".join((made, *drawn)) + "\n" + _given(rows) + _compiled(rows)
+    return "\n".join((made, *drawn)).rstrip() + "\n" + _given(rows) + _compiled(rows)
 
 
 def _given(rows: Rows) -> str:
