@@ -89,7 +89,9 @@ def inputs_of(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
+        x = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(x, Tensor):
+            found.append(x)
 
     with ExitStack() as stack:
         for layer in dict.fromkeys(layers):
