@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
-from hf_packfree.graphs.gradient_buffers import borrowed
+from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
 from hf_packfree.graphs.parts import CapturedPart, gradients, inputs_of, nodes_of, parts_of
 from hf_packfree.once_differentiable import once_differentiable
 
@@ -166,37 +166,38 @@ class Graph:
         with pool.capture() as self._forward, inputs_of(layers) as cuts:
             out = body(*self.inputs)
         self.d_out = torch.zeros_like(out)
-        captured, d_end = [], self.d_out
+        # kept up to the last part, so that none writes where one before it did
+        grads: list[Tensor | None] = [None] * len(leaves)
+        d_end = self.d_out
         for part in parts_of(out, cuts, leaves):
             with pool.capture() as graph:
-                d_end, grads = part.gradients(d_end, leaves)
-            # kept up to the last part, so that none writes where one before it did
-            captured.append((part.leaves, grads, graph))
+                d_end, found = part.gradients(d_end, leaves)
+            for leaf, grad in zip(part.leaves, found, strict=True):
+                grads[leaf] = grad
+            self.parts.append(CapturedPart(graph, part.leaves))
+            # what is before it has no gradient
+            if d_end is None:
+                break
         # results are copied right after a replay, because other graphs use the memory afterwards
         self.out = borrowed(out)
-        self.parts = [self._part(*each) for each in captured]
+        self._keep(grads, [part.graph for part in self.parts])
 
     def _leaves(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return what has gradients, given a row's inputs."""
+        """Return what has gradients, given a row's inputs: these first."""
         both = zip(self.inputs, inputs, strict=True)
         return [given for own, given in both if own.requires_grad] + [*parameters]
 
-    def _part(
-        self, leaves: Sequence[int], grads: Sequence[Tensor | None], graph: Any
-    ) -> CapturedPart:
-        inputs = sum(x.requires_grad for x in self.inputs)
-        parameters = [self.parameters[number - inputs] for number in leaves if number >= inputs]
-        return CapturedPart(leaves, grads, parameters, graph)
+    def _keep(self, grads: Sequence[Tensor | None], owner: Any) -> None:
+        """Keep the leaves' gradients where they are written."""
+        inputs = len(grads) - len(self.parameters)
+        self._d_inputs = [None if grad is None else borrowed(grad) for grad in grads[:inputs]]
+        self.gradients = GradientBuffers(self.parameters, grads[inputs:], owner)
 
     @property
     def is_free(self) -> bool:
         """Whether no backward is still to run that reads memory which a replay would overwrite."""
         row = self._row()
         return row is None or row.left == 0
-
-    def take_back(self) -> bool:
-        """See `GradientBuffers.take_back`."""
-        return all(part.gradients.take_back() for part in self.parts)
 
     def replay(self, *inputs: Tensor) -> Tensor:
         """Return a copy of the function's value, with its place in autograd."""
@@ -218,12 +219,12 @@ class Graph:
         row = Row(self.out.clone(), len(self.parts))
         self._row = weakref.ref(row)
         leaves = self._leaves(inputs, self.parameters)
-        found: Any = None
+        link: Any = None
         # the first layers' part comes last in the backward pass
         for number in reversed(range(len(self.parts))):
-            its = (leaves[each] for each in self.parts[number].leaves)
-            found = _Replay.apply(self, row, number, found, *its)
-        return found  # type: ignore[no-any-return]
+            its = (leaves[leaf] for leaf in self.parts[number].leaves)
+            link = _Replay.apply(self, row, number, link, *its)
+        return link  # type: ignore[no-any-return]
 
     def _run_forward(self) -> None:
         with torch.cuda.device_of(self.out):
@@ -236,7 +237,15 @@ class Graph:
         if number == 0:
             self.d_out.copy_(d_out)
         self._run_part(number)
-        return self.parts[number].hand_out()
+        return [self._gradient(leaf) for leaf in self.parts[number].leaves]
+
+    def _gradient(self, leaf: int) -> Tensor | None:
+        """Return a leaf's gradient of the last replay: of an input a copy."""
+        inputs = len(self._d_inputs)
+        if leaf >= inputs:
+            return self.gradients.hand_out(leaf - inputs)
+        grad = self._d_inputs[leaf]
+        return None if grad is None else grad.clone()
 
     def _run_part(self, number: int) -> None:
         with torch.cuda.device_of(self.out):
@@ -315,8 +324,8 @@ def _multiply(x: Tensor) -> None:
 
 
 class _Replay(Function):
-    """A part of the backward pass. The first part's output is the function's value; each other's is
-    an empty tensor, an input of the part that runs before it.
+    """A part of the backward pass, 0 that of the last layers, whose output is the function's value.
+    Each other's is an empty tensor, by which the part that runs before it leads to it.
     """
 
     @staticmethod

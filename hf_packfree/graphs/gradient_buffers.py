@@ -55,12 +55,12 @@ def borrowed(x: Tensor) -> Tensor:
 
 
 class GradientBuffers:
-    """The gradients of some parameters, in the memory that a graph writes.
+    """The gradients of some parameters, in the memory that graphs write.
 
     Args:
-        parameters: the parameters that the graph reads itself.
+        parameters: the parameters that the graphs read themselves.
         grads: for each parameter the captured gradient, or None.
-        owner: the graph, whose lifetime is that of the memory.
+        owner: the graphs, whose lifetime is that of the memory.
     """
 
     def __init__(
@@ -72,12 +72,13 @@ class GradientBuffers:
         self._shared = _shared(self._grads)
         self._out: dict[int, weakref.ref[Address]] = {}
 
-    def hand_out(self) -> list[Tensor | None]:
-        """Return the gradients of the last replay; call `take_back` before the next replay."""
-        each = zip(self._grads, self._sizes, strict=True)
-        return [None if grad is None else self._one(grad, size) for grad, size in each]
-
-    def _one(self, grad: Tensor, size: int) -> Tensor:
+    def hand_out(self, number: int) -> Tensor | None:
+        """Return a parameter's gradient of the last replay, given the number of the parameter; call
+        `take_back` before the next replay.
+        """
+        grad, size = self._grads[number], self._sizes[number]
+        if grad is None:
+            return None
         place = grad.data_ptr()
         if place in self._shared:
             return grad.clone()

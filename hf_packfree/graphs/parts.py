@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
-
 PARTS = 8
 """The most parts of a backward pass. The reduction of the last one's gradients overlaps with
 nothing that is in a graph.
@@ -43,32 +41,11 @@ class Part(NamedTuple):
         return d_start, found
 
 
-class CapturedPart:
-    """A part's graph, and the gradients that it writes.
+class CapturedPart(NamedTuple):
+    """A part's graph, and which of the function's leaves it writes gradients of."""
 
-    Args:
-        leaves: which of the function's leaves the gradients are of, inputs first.
-        grads: what the graph writes for them; those of inputs are copied when they are handed out.
-        parameters: the leaves that are parameters, see `GradientBuffers`.
-        graph: replayed by `Graph`.
-    """
-
-    def __init__(
-        self,
-        leaves: Sequence[int],
-        grads: Sequence[Tensor | None],
-        parameters: Sequence[Tensor],
-        graph: Any,
-    ) -> None:
-        self.leaves, self.graph = tuple(leaves), graph
-        inputs = len(grads) - len(parameters)
-        self._d_inputs = [None if grad is None else borrowed(grad) for grad in grads[:inputs]]
-        self.gradients = GradientBuffers(parameters, grads[inputs:], graph)
-
-    def hand_out(self) -> list[Tensor | None]:
-        """Return the gradients of the last replay, see `GradientBuffers`."""
-        d_inputs = [None if grad is None else grad.clone() for grad in self._d_inputs]
-        return d_inputs + self.gradients.hand_out()
+    graph: Any
+    leaves: list[int]
 
 
 def gradients(out: Tensor, wanted: Sequence[Tensor], d_out: Tensor) -> tuple[Any, ...]:
@@ -80,7 +57,8 @@ def gradients(out: Tensor, wanted: Sequence[Tensor], d_out: Tensor) -> tuple[Any
 def layers_to_cut_at(module: Any) -> list[nn.Module]:
     """Return the layers of a text model whose inputs the backward pass may be cut at."""
     layers = [*getattr(module, "layers", ())]
-    return [layers[len(layers) * number // PARTS] for number in range(1, PARTS)] if layers else []
+    places = (len(layers) * number // PARTS for number in range(1, PARTS))
+    return [*dict.fromkeys(layers[place] for place in places)] if layers else []
 
 
 @contextmanager
@@ -94,7 +72,7 @@ def inputs_of(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
             found.append(x)
 
     with ExitStack() as stack:
-        for layer in dict.fromkeys(layers):
+        for layer in layers:
             hook = layer.register_forward_pre_hook(note, with_kwargs=True)
             stack.callback(hook.remove)
         yield found
@@ -112,25 +90,29 @@ def parts_of(out: Tensor, cuts: list[Tensor], leaves: Sequence[Tensor]) -> Itera
     """
     numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
 
-    def part(start: Tensor | None) -> Part:
-        between = (id(getattr(node, "variable", None)) for node in nodes_of(end, start))
-        return Part(end, start, sorted(numbers[leaf] for leaf in between if leaf in numbers))
+    def between(end: Tensor, start: Tensor | None) -> list[int]:
+        found = {id(getattr(node, "variable", None)) for node in nodes_of(end, start)}
+        return sorted(numbers[leaf] for leaf in found & numbers.keys())
 
     end = out
     while cuts:
         cut = cuts.pop()
         if _divides(end, cut):
-            yield part(cut)
+            yield Part(end, cut, between(end, cut))
             end = cut
-    yield part(None)
+    yield Part(end, None, between(end, None))
 
 
 def _divides(end: Tensor, cut: Tensor) -> bool:
     """Whether `end` was computed from `cut` and from nothing else before it: neither a tensor nor a
     leaf, whose gradient autograd would look for on both sides.
     """
+    # autograd runs a tensor's hooks where its gradient is wanted, and where a backward pass begins
+    if cut.grad_fn is None or cut._backward_hooks:
+        return False
     after = nodes_of(end, cut)
-    return bool(after) and after.isdisjoint(nodes_of(cut)) and cut.grad_fn in nodes_of(end)
+    reads = any(cut.grad_fn is before for node in after for before, _ in node.next_functions)
+    return reads and after.isdisjoint(nodes_of(cut))
 
 
 def nodes_of(out: Tensor, start: Tensor | None = None) -> set[Any]:
@@ -139,10 +121,10 @@ def nodes_of(out: Tensor, start: Tensor | None = None) -> set[Any]:
     """
     found: set[Any] = set()
     first = None if start is None else (start.grad_fn, start.output_nr)
-    left: list[Any] = [(out.grad_fn, out.output_nr)]
-    while left:
-        node, number = left.pop()
+    edges: list[Any] = [(out.grad_fn, out.output_nr)]
+    while edges:
+        node, number = edges.pop()
         if node is not None and node not in found and (node, number) != first:
             found.add(node)
-            left += node.next_functions
+            edges += node.next_functions
     return found

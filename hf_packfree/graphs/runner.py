@@ -254,7 +254,7 @@ class Runner:
         graphs = [each.graph for each in self.graphs.values()]
         if not all(graph.is_free for graph in graphs):
             return "the backward pass of a row before is still to come"
-        if not all(graph.take_back() for graph in graphs):
+        if not all(graph.gradients.take_back() for graph in graphs):
             return "gradients of a row before are kept elsewhere than in .grad"
         return None
 

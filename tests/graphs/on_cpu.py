@@ -46,34 +46,31 @@ class Again(capture.Graph):
         leaves = self._leaves(self.inputs, read)
         capture.refuse_other_leaves(out, leaves)
         self.nodes = parts.nodes_of(out)
-        d_out, captured = torch.ones_like(out), []
+        self.written, d_end = [None] * len(leaves), torch.ones_like(out)
         for part in parts.parts_of(out, cuts, leaves):
-            d_out, grads = part.gradients(d_out, leaves)
-            grads = [None if grad is None else grad.clone() for grad in grads]
-            captured.append((part.leaves, grads, grads))
-        self.parts = [self._part(*each) for each in captured]
+            d_end, grads = part.gradients(d_end, leaves)
+            for leaf, grad in zip(part.leaves, grads, strict=True):
+                self.written[leaf] = None if grad is None else grad.clone()
+            self.parts.append(parts.CapturedPart(None, part.leaves))
+        self._keep(self.written, self.written)
 
     def _run_forward(self):
         # activations lie where gradients of rows before did
-        for part in self.parts:
-            for written in part.graph:
-                if written is not None:
-                    written.fill_(float("nan"))
+        for written in self.written:
+            if written is not None:
+                written.fill_(float("nan"))
         with torch.enable_grad(), parts.inputs_of(self.layers) as cuts:
             live = self.body(*self.inputs)
-        self.left = parts.parts_of(live, cuts, self._leaves(self.inputs, self.parameters))
+        self.live = parts.parts_of(live, cuts, self._leaves(self.inputs, self.parameters))
         self.d_out = torch.empty_like(live)
         self.out = live.detach()
 
     def _run_part(self, number):
-        part, written = next(self.left), self.parts[number].graph
-        if number == 0:
-            self.d_end = self.d_out
-        leaves = self._leaves(self.inputs, self.parameters)
-        self.d_end, grads = part.gradients(self.d_end, leaves)
-        for to, grad in zip(written, grads, strict=True):
-            if to is not None:
-                to.copy_(grad)
+        part, leaves = next(self.live), self._leaves(self.inputs, self.parameters)
+        self.d_end, grads = part.gradients(self.d_end if number else self.d_out, leaves)
+        for leaf, grad in zip(part.leaves, grads, strict=True):
+            if grad is not None:
+                self.written[leaf].copy_(grad)
 
 
 class OnACPU(capture.Pool):

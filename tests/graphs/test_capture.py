@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import Function
 
 from hf_packfree import apply_patches
-from hf_packfree.graphs import capture, gradient_buffers
+from hf_packfree.graphs import capture, gradient_buffers, parts
 from hf_packfree.graphs.capture import Graph, in_the_place_of
 from hf_packfree.graphs.captured_sequence import NotCapturable
 from hf_packfree.graphs.settings import Settings
@@ -52,6 +52,96 @@ def test_the_backward_pass_is_captured_without_autocast(recording):
         Graph(lambda x: Seen.apply(x * weight), [x], [weight], recording, [weight])
         assert torch.is_autocast_enabled("cpu")
     assert Seen.found == [False] * (capture.WARM_UP + 1)
+
+
+class Layer(nn.Module):
+    """Multiplies by a weight, unless it is told to leave the gradient of what it reads out."""
+
+    def __init__(self, detaches=False):
+        super().__init__()
+        self.weight, self.detaches = nn.Parameter(torch.rand(3)), detaches
+
+    def forward(self, x):
+        return NoGradient.apply(x) * self.weight if self.detaches else x * self.weight
+
+
+class NoGradient(Function):
+    """The identity, whose input gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return None
+
+
+def captured(recording, monkeypatch, layers, unread):
+    """A graph of layers that is cut at each, with gradients as of a sum."""
+    monkeypatch.setattr(torch, "zeros_like", torch.ones_like)
+    x, parameters = torch.rand(2, 3, requires_grad=True), [each.weight for each in layers]
+
+    def body(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    leaves = [*parameters, unread]
+    graph = Graph(body, [x], leaves, recording, leaves, layers=layers)
+    return graph, torch.autograd.grad(body(x).sum(), [x, *leaves], allow_unused=True)
+
+
+def test_parts_are_captured_one_after_the_other(recording, monkeypatch):
+    """The gradients of each stay where they are until the last is captured: later parts would
+    write there.
+    """
+    alive, compute = [], parts.Part.gradients
+
+    def watched(part, d_end, leaves):
+        assert all(grad() is not None for grad in alive)
+        d_start, grads = compute(part, d_end, leaves)
+        alive.extend(weakref.ref(grad) for grad in grads)
+        return d_start, grads
+
+    monkeypatch.setattr(parts.Part, "gradients", watched)
+    layers = [Layer() for _ in range(3)]
+    graph, _ = captured(recording, monkeypatch, layers, nn.Parameter(torch.ones(1)))
+    assert [part.leaves for part in graph.parts] == [[3], [2], [0, 1]]
+    assert len(alive) == 4 and all(grad() is None for grad in alive)
+    assert not any(layer._forward_pre_hooks for layer in layers)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """What parts compute stays, since nothing is replayed here."""
+    kept, compute = [], parts.Part.gradients
+
+    def keeping(part, d_end, leaves):
+        kept.append(compute(part, d_end, leaves))
+        return kept[-1]
+
+    monkeypatch.setattr(parts.Part, "gradients", keeping)
+
+
+@pytest.mark.usefixtures("computed")
+def test_the_gradients_of_captured_parts_are_those_of_the_function(recording, monkeypatch):
+    layers = [Layer() for _ in range(3)]
+    graph, wanted = captured(recording, monkeypatch, layers, nn.Parameter(torch.ones(1)))
+    # nothing reads the last leaf
+    assert wanted[4] is None and graph._gradient(4) is None
+    assert all(torch.allclose(graph._gradient(place), wanted[place]) for place in range(4))
+
+
+@pytest.mark.usefixtures("computed")
+def test_a_part_without_a_gradient_at_its_start_is_the_last(recording, monkeypatch):
+    layers = [Layer(), Layer(detaches=True), Layer()]
+    graph, wanted = captured(recording, monkeypatch, layers, nn.Parameter(torch.ones(1)))
+    assert [part.leaves for part in graph.parts] == [[3], [2]]
+    assert [grad is None for grad in wanted] == [True, True, False, False, True]
+    for place, grad in enumerate(wanted):
+        found = graph._gradient(place)
+        assert found is grad is None or torch.allclose(found, grad)
 
 
 @pytest.mark.parametrize("change", [lambda x: x.bfloat16(), torch.clone], ids=["dtype", "memory"])

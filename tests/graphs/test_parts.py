@@ -80,11 +80,42 @@ def test_what_is_not_on_the_way_cuts_nothing():
     assert part.start is None and part.leaves == [0]
 
 
+def test_what_goes_past_a_cut_in_the_same_node_is_not_lost():
+    weight = nn.Parameter(torch.ones(3))
+    cut, past = torch.stack([2 * weight, 3 * weight]).unbind()
+    (part,) = parts_of(cut.exp() + past, [cut], [weight])
+    assert part.start is None
+
+
+def test_a_cut_whose_gradient_has_a_hook_is_none():
+    """autograd would run the hook in both parts."""
+    weight = nn.Parameter(torch.ones(3))
+    cut = weight.exp()
+    cut.register_hook(lambda grad: 0.5 * grad)
+    (part,) = parts_of(cut.tanh(), [cut], [weight])
+    assert part.start is None
+    cut = weight.exp()
+    assert len([*parts_of(cut.tanh(), [cut], [weight])]) == 2
+
+
+def test_only_tensors_that_layers_get_are_cuts():
+    class Takes(nn.Module):
+        def forward(self, pair=None, *, x=None):
+            return x
+
+    with inputs_of([layer := Takes()]) as cuts:
+        layer((torch.ones(1), torch.ones(1)))
+        layer(x=torch.ones(1))
+    assert cuts == []
+
+
 def test_layers_are_cut_at_evenly():
     module = nn.Module()
     assert layers_to_cut_at(module) == []
     module.layers = nn.ModuleList([nn.Identity() for _ in range(24)])
     assert [[*module.layers].index(each) for each in layers_to_cut_at(module)] == [*range(3, 24, 3)]
+    module.layers = module.layers[:4]
+    assert layers_to_cut_at(module) == [*module.layers]
 
 
 @pytest.fixture
@@ -172,6 +203,53 @@ def test_a_part_alone_leaves_the_row_to_be_gone_back_through(model):
     found = torch.autograd.grad(hidden(trunk).square().sum(), last)
     assert runner_of(model).replayed == replayed + 1
     assert all(map(torch.equal, wanted, found))
+
+
+def test_a_gradient_of_any_part_that_somebody_keeps_is_not_written_over(model):
+    trunk = model.base_model
+    for _ in range(2):
+        hidden(trunk).square().sum().backward()
+    for layer in trunk.layers:
+        replayed, loss = runner_of(model).replayed, hidden(trunk).square().sum()
+        (kept,) = torch.autograd.grad(loss, [layer.mlp.down_proj.weight])
+        assert runner_of(model).replayed == replayed + 1
+        before = kept.clone()
+        hidden(trunk, seed=1).square().sum().backward()
+        assert runner_of(model).replayed == replayed + 1 and torch.equal(kept, before)
+        del kept, loss
+
+
+def test_an_input_s_gradient_is_a_copy(model):
+    """The next row's replay writes where it was written."""
+    trunk, kept, lengths = model.base_model, [], (30, 20, 7)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    for seed in range(4):
+        x = torch.randn(1, 57, 64, generator=torch.Generator().manual_seed(seed))
+        out = trunk(inputs_embeds=x.requires_grad_(), position_ids=positions).last_hidden_state
+        out.square().sum().backward()
+        kept.append((x.grad, x.grad.clone()))
+    assert runner_of(model).replayed == 3
+    assert all(torch.equal(grad, before) for grad, before in kept)
+
+
+def test_a_hook_on_a_layer_s_input_runs_once(model):
+    """Two layers' gradients are halved by it, and not those of the layers before by a quarter."""
+
+    class Halving(type(model.base_model.layers[2].input_layernorm)):
+        def forward(self, x):
+            if x.requires_grad:
+                x.register_hook(lambda grad: 0.5 * grad)
+            return super().forward(x)
+
+    model.base_model.layers[2].input_layernorm.__class__ = Halving
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        hidden(model.base_model).square().sum().backward()
+        found.append(gradients(model))
+    assert runner_of(model).replayed == 2
+    for name, grad in found[0].items():
+        assert torch.allclose(found[2][name], grad, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.usefixtures("one_rank")

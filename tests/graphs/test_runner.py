@@ -221,8 +221,7 @@ def test_gradients_lie_in_the_graph_s_memory_and_outlive_the_next_row(model):
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
     captured = next(iter(runner_of(model).graphs.values())).graph
-    written = [x for part in captured.parts for x in part.graph if x is not None]
-    places = {x.data_ptr() for x in written}
+    places = {written.data_ptr() for written in captured.written if written is not None}
     model.zero_grad()
     hidden(model, ROWS[0]).sum().backward()
     assert {parameter.grad.data_ptr() for parameter in parameters} <= places
