@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_packfree import patch_report
-from hf_packfree.graphs import bucketing
+from hf_packfree.graphs import bucketing, parts
 from hf_packfree.graphs.bucket import bucket_of, in_bucket, lengthened
 from hf_packfree.models.state import state_of
 from tests.benchmarks.models import put_lora_on, quantise
@@ -196,6 +196,29 @@ def test_ddp(record):
         record("gradients", worst, 0.0)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_backward_pass_in_parts(record, monkeypatch, recomputed):
+    """The bits of the backward pass as one graph, in every row."""
+    found = []
+    for most in (parts.PARTS, 1):
+        monkeypatch.setattr(parts, "PARTS", most)
+        model = model_of()
+        if recomputed:
+            checkpoint_layers(model)
+        rows = []
+        for number, lengths in enumerate((ROWS[0], *ROWS[:4])):
+            model.zero_grad(set_to_none=True)
+            step(model, lengths, number)
+            rows.append(gradients(model))
+        (captured,) = {len(each.graph.parts) for each in runner_of(model).graphs.values()}
+        assert captured == min(most, len(model.base_model.layers))
+        found.append(rows)
+    for lengths, one, other in zip((ROWS[0], *ROWS[:4]), *found, strict=True):
+        assert one.keys() == other.keys()
+        worst = max(difference(one[name], grad) for name, grad in other.items())
+        record(f"{lengths[:3]}", worst, 0.0)
 
 
 def test_random_numbers_are_drawn_after_a_capture_that_failed():
