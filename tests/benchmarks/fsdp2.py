@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import patch_report
 from hf_packfree.graphs import parts
-from hf_packfree.graphs.parts import PARTS
 from tests.benchmarks.batches import Load
 from tests.benchmarks.context_parallel_ranks import Bench, group_of, results_of_ranks
 from tests.benchmarks.machine import machine
@@ -80,7 +79,7 @@ class Row(NamedTuple):
     parallel: str = "fsdp2"
     note: str = ""
     sharding: Sharding = Sharding()
-    backward_parts: int = PARTS
+    backward_parts: int = parts.PARTS
 
 
 def rows_of() -> list[Row]:
@@ -153,7 +152,7 @@ def data_parallel() -> list[Row]:
             replace(variant, **options),
             tokens,
             parallel,
-            backward_parts=1 if "one graph" in name else PARTS,
+            backward_parts=1 if "one graph" in name else parts.PARTS,
         )
         for work, (options, tokens) in {
             "2b-8k-ddp": ({"fp32": True}, 8192),

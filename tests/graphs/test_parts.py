@@ -138,6 +138,14 @@ def parts_in(model):
     return captured.graph.parts
 
 
+def note_parts(events, monkeypatch):
+    """Append the number of each part that runs to a list."""
+    run = on_cpu.Again._run_part
+    monkeypatch.setattr(
+        on_cpu.Again, "_run_part", lambda graph, k: events.append(k) or run(graph, k)
+    )
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_gradients_come_layer_by_layer(model, monkeypatch, recomputed):
     """When a part runs, those of all layers behind it were handed out."""
@@ -147,10 +155,8 @@ def test_gradients_come_layer_by_layer(model, monkeypatch, recomputed):
     for _ in range(3):
         model.zero_grad()
         hidden(trunk).square().sum().backward()
-    wanted, run = gradients(model), on_cpu.Again._run_part
-    monkeypatch.setattr(
-        on_cpu.Again, "_run_part", lambda graph, k: events.append(k) or run(graph, k)
-    )
+    wanted = gradients(model)
+    note_parts(events, monkeypatch)
     for number, layer in enumerate(trunk.layers):
         for parameter in layer.parameters():
             parameter.register_post_accumulate_grad_hook(
@@ -265,10 +271,7 @@ def test_ddp_reduces_gradients_while_others_are_computed(model, monkeypatch):
         return future
 
     wrapped.register_comm_hook(None, reduced)
-    run = on_cpu.Again._run_part
-    monkeypatch.setattr(
-        on_cpu.Again, "_run_part", lambda graph, k: events.append(k) or run(graph, k)
-    )
+    note_parts(events, monkeypatch)
     found = []
     for _ in range(3):
         model.zero_grad()
