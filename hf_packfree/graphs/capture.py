@@ -199,13 +199,6 @@ class Graph:
         row = self._row()
         return row is None or row.left == 0
 
-    def replay(self, *inputs: Tensor) -> Tensor:
-        """Return a copy of the function's value, with its place in autograd."""
-        # the graph is launched first: `apply` takes the host time for every parameter, in which the
-        # GPU would wait
-        self.launch(inputs)
-        return self.result(inputs)
-
     @torch.no_grad()
     def launch(self, inputs: Sequence[Tensor], beside: Pool | None = None) -> None:
         """Replay the forward graph on these inputs, `beside` the current stream, see `Pool`."""
@@ -215,7 +208,9 @@ class Graph:
             self._run_forward()
 
     def result(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return what `replay` does, after `launch` with the same inputs."""
+        """Return a copy of the function's value after `launch` with the same inputs, and its place
+        in autograd, which takes the host time for every parameter: the GPU runs meanwhile.
+        """
         row = Row(self.out.clone(), len(self.parts))
         self._row = weakref.ref(row)
         leaves = self._leaves(inputs, self.parameters)

@@ -32,10 +32,10 @@ class Graphs:
             self._runners[trunk] = Runner(weakref.ref(trunk))
         return self._runners[trunk]
 
-    def look(self, later: bool) -> None:
+    def look(self) -> None:
         """See `Runner.look`."""
         for runner in self._runners.values():
-            runner.look(later)
+            runner.look()
 
     def looked_for(self, packed: PackedSequence) -> None:
         """See `Runner.looked_for`."""

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,25 +80,33 @@ class Runner:
     _why_not: str | None = None
     _streams: dict[torch.device, CaptureStream] = field(default_factory=dict)
     _pool: Pool | None = None
-    _looked: bool = False
+    _compared: bool = False
     _looked_for: weakref.ref[Tensor] | None = None
     _changes: int = 0
 
-    def look(self, later: bool = False) -> None:
-        """Drop all graphs if the model, or a setting, changed since they were captured: while the
-        host would wait for the GPU anyway; if `later`, in `run_ahead`, or else in `run`.
+    def look(self) -> None:
+        """Begin a row. Graphs are dropped if the model, or a setting, changed since they were
+        captured: at once if what they read was moved, else while the GPU runs what `run_ahead` or
+        `run` launches.
         """
         # of a call that never came to `run`
         self.ahead.drop()
-        self._looked = False
-        if not later:
+        self._compared = False
+        if (
+            not self.graphs
+            or self._why_not is not None
+            or self._settings is None
+            # a replay of moved weights would read memory that was freed
+            or not self._settings.keep_memory()
+        ):
             self._compare()
 
-    def _compare(self) -> None:
-        trunk = self.trunk()
+    def _compare(self) -> bool:
+        """Drop all graphs if the model, or a setting, changed; return whether."""
+        trunk, changes = self.trunk(), self._changes
         if trunk is None:
-            return
-        self._looked = True
+            return False
+        self._compared = True
         if self._settings is None or not self._settings.hold(trunk):
             self.ahead.drop_result()
             self._drop()
@@ -107,39 +116,38 @@ class Runner:
             self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
             self._why_not = "the model's settings change with its steps"
+        return self._changes > changes
 
     def leave(self) -> None:
-        """Forget what was launched for a row that will not come to `run`, and compare if `look` was
-        to later: graphs of other settings keep memory.
+        """Forget what was launched for a row that will not come to `run`, and compare: graphs of
+        other settings keep memory.
         """
         self.ahead.drop()
-        if not self._looked:
+        if not self._compared:
             self._compare()
 
     def looked_for(self, packed: PackedSequence) -> None:
-        """Note that `look`, or `run_ahead`, has compared for this record; `run` will not again."""
-        self._looked_for = weakref.ref(packed.seq_idx) if self._looked else None
+        """Note that `look` was for the row of this record; `run` will not look again."""
+        self._looked_for = weakref.ref(packed.seq_idx)
 
     def run_ahead(
         self, embed: Embed, given: Tensor, positions: Tensor, starts: Tensor, on_host: Tensor
     ) -> None:
         """Replay a row before the host knows its documents, on plans that the device makes, and
         beside the current stream, so that neither waits for the other; `run` takes the result,
-        unless the row turns out to need another graph, or none. Then compare as `look` does.
+        unless the row turns out to need another graph, or none. Then compare, see `look`.
 
         Args:
             embed, given, positions: as for `run`.
             starts, on_host: see `hf_packfree.packing.fast_path.Meanwhile`.
         """
-        self._launch_ahead(embed, given, positions, starts, on_host)
-        self._compare()
+        if not self._compared:
+            self._launch_ahead(embed, given, positions, starts, on_host)
+            self._compare()
 
     def _launch_ahead(
         self, embed: Embed, given: Tensor, positions: Tensor, starts: Tensor, on_host: Tensor
     ) -> None:
-        # other settings make the result useless, moved weights a read of memory that was freed
-        if self._why_not is not None or self._settings is None or not self._settings.keep_memory():
-            return
         fits = [
             key
             for key, each in self.graphs.items()
@@ -188,7 +196,13 @@ class Runner:
         self.ahead.drop()
         if found is None:
             embeddings = embed(given) if embeddings is None else embeddings
-            found = self._replay(layers, embeddings, positions, packed, wait)
+            replay = partial(self._replay, layers, embeddings, positions, packed, wait)
+            found = replay()
+            if found is None:
+                found = self._why_not or replay()
+                assert found is not None
+        if not self._compared:
+            self._compare()
         if isinstance(found, Tensor):
             self.replayed += 1
             return found
@@ -210,10 +224,15 @@ class Runner:
         positions: Tensor,
         packed: PackedSequence,
         wait: bool,
-    ) -> Tensor | str:
+    ) -> Tensor | str | None:
+        """Return the row's hidden states, or why it cannot be replayed; None if settings turn out
+        to have changed, and all graphs are dropped.
+        """
         kind = _kind(embeddings, positions)
         key = self._bucketing.choose(packed, kind, self.graphs, self.replayed, wait)
         if not isinstance(key, str) and key not in self.graphs:
+            if not self._compared and self._compare():
+                return None
             inputs = lengthened_inputs(embeddings, positions, key[0])
             found = self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
             if isinstance(found, Tensor):
@@ -226,7 +245,7 @@ class Runner:
         self.in_longer += longer and isinstance(found, Tensor)
         return found
 
-    def _first(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str:
+    def _first(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str | None:
         """Replay a new graph on the row that it was captured for; if that fails, never capture the
         bucket again.
         """
@@ -236,7 +255,8 @@ class Runner:
             self._bucketing.given_up[key] = found
         return found
 
-    def _run(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str:
+    def _run(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str | None:
+        """As `_replay`, by a graph that is there."""
         captured = self.graphs[key] = self.graphs.pop(key)
         if (why := self._in_use()) is not None:
             return why
@@ -245,7 +265,11 @@ class Runner:
         except OtherPlan:
             return "its kernels' plan is not a table of the bucket's size"
         self.rounded.refresh()
-        return captured.graph.replay(*inputs)[:, : packed.num_tokens]
+        captured.graph.launch(inputs)
+        # while the GPU runs
+        if not self._compared and self._compare():
+            return None
+        return captured.graph.result(inputs)[:, : packed.num_tokens]
 
     def _in_use(self) -> str | None:
         """Return why the graphs' memory must not be overwritten yet, or None."""

@@ -63,9 +63,9 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
         # often this model with its adapters switched off
         replays = module.training and torch.is_grad_enabled()
         meanwhile = ahead(call) if replays else None
-        # reading boundaries waits for the GPU, so compare the graphs' settings before, or meanwhile
+        # before reading boundaries, which waits for the GPU
         if replays:
-            state.graphs.look(later=meanwhile is not None)
+            state.graphs.look()
         ours = _runs_here(call)
         try:
             found = read_call(

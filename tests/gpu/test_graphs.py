@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_packfree import patch_report
 from hf_packfree.graphs import bucketing, parts
@@ -74,10 +75,20 @@ def without(model: Any, lengths: Any, seed: int = 0, tokens: Any = None) -> torc
     return backward(out, seed)
 
 
-def both(model: Any, lengths: Any, seed: int = 0) -> tuple[float, float]:
+def padded_step(model: Any, lengths: Any, seed: int = 0) -> torch.Tensor:
+    """As `step`, of the same documents in rows of their own, padded."""
+    tokens, _ = packed_row(model, lengths)
+    rows = pad_sequence(tokens[0].split(list(lengths)), batch_first=True)
+    real = torch.arange(rows.shape[1]) < torch.tensor(lengths)[:, None]
+    mask = real.to(DEVICE)
+    out = model.base_model(input_ids=rows, attention_mask=mask.long()).last_hidden_state
+    return backward(out[mask][None], seed)
+
+
+def both(model: Any, lengths: Any, seed: int = 0, step: Any = step) -> tuple[float, float]:
     """The largest differences of values and gradients between a graph and the layers."""
     model.zero_grad(set_to_none=True)
-    found, grads = step(model, lengths, seed), None
+    found = step(model, lengths, seed)
     grads = gradients(model)
     model.zero_grad(set_to_none=True)
     wanted = without(model, lengths, seed)
@@ -327,6 +338,27 @@ def test_what_changes_between_steps(record):
     second = gradients(model)
     error = max(difference(together[n], first[n] + second[n]) for n in together)
     record("summed", error, 0.0)
+
+
+@pytest.mark.parametrize("change", ["setting", "memory"])
+def test_padded_rows_of_a_model_that_changed(record, change):
+    """A row is launched before settings are compared: it is run again on others."""
+    model, lengths = model_of(), ROWS[4]
+    for _ in range(3):
+        before = padded_step(model, lengths)
+    record("before", max(both(model, lengths, step=padded_step)), 0.0)
+    replayed, norm = runner_of(model).replayed, model.base_model.layers[0].input_layernorm
+    assert replayed > 0
+    if change == "setting":
+        norm.eps = 0.5
+    else:
+        norm.weight.data = norm.weight.data + 0.5
+        torch.cuda.empty_cache()
+    for _ in range(3):
+        record("changed", max(both(model, lengths, step=padded_step)), 0.0)
+    # the control
+    assert difference(padded_step(model, lengths), before) > 0
+    assert runner_of(model).replayed > replayed
 
 
 def test_two_rows_before_a_backward(record):

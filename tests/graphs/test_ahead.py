@@ -19,6 +19,7 @@ from hf_packfree.errors import BoundaryError
 from hf_packfree.graphs import ahead, captured
 from hf_packfree.graphs.ahead import MISSES, Ahead
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket
+from hf_packfree.graphs.capture import Graph
 from hf_packfree.graphs.captured_sequence import CapturedSequence, OtherPlan
 from hf_packfree.graphs.runner import Runner
 from hf_packfree.graphs.unread import Plans, UnreadSequence
@@ -132,11 +133,19 @@ def inputs_of(lengths, seed=0):
     return {"input_ids": ids, "position_ids": positions}
 
 
-def step(model, lengths, seed=0, **more):
+def padded_inputs_of(lengths, seed=0):
+    """The same documents, in rows of their own."""
+    documents = inputs_of(lengths, seed)["input_ids"][0].split(lengths)
+    ids = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def step(model, lengths, seed=0, inputs_of=inputs_of, **more):
     """Return the loss and the gradients of a training step."""
     model.zero_grad()
     inputs = inputs_of(lengths, seed) | more
-    loss = model(**inputs, labels=inputs["input_ids"]).loss
+    ids = inputs["input_ids"]
+    loss = model(**inputs, labels=ids.masked_fill(ids == 0, -100)).loss
     loss.backward()
     return [loss.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)]
 
@@ -315,13 +324,14 @@ def test_ids_that_change_before_the_layers_read_them_are_run_again(model):
     assert torch.equal(loss.detach(), wanted[0])
 
 
+@pytest.mark.parametrize("inputs_of", [inputs_of, padded_inputs_of])
 @pytest.mark.parametrize("change", ["setting", "memory"])
-def test_a_model_that_changed_is_no_longer_replayed(model, change, monkeypatch):
+def test_a_model_that_changed_is_no_longer_replayed(model, change, inputs_of, monkeypatch):
     """A replay on other settings is launched, and dropped; of weights that were moved, whose memory
     may be freed, none is launched.
     """
     for seed, lengths in enumerate(ROWS):
-        step(model, lengths, seed)
+        step(model, lengths, seed, inputs_of)
     before = {each.graph for each in runner_of(model).graphs.values()}
     taken, launched, run = runner_of(model).ahead.taken, [], on_cpu.Again._run_forward
     monkeypatch.setattr(
@@ -332,12 +342,27 @@ def test_a_model_that_changed_is_no_longer_replayed(model, change, monkeypatch):
         norm.eps = 0.5
     else:
         norm.weight.data = norm.weight.data.clone()
-    found = step(model, ROWS[0])
+    found = step(model, ROWS[0], inputs_of=inputs_of)
     assert len(before & {*launched}) == (change == "setting")
     assert runner_of(model).ahead.taken == taken
     assert before.isdisjoint(each.graph for each in runner_of(model).graphs.values())
     monkeypatch.setattr(runner_of(model), "_why_not", "a test")
-    for one, other in zip(found, step(model, ROWS[0]), strict=True):
+    for one, other in zip(found, step(model, ROWS[0], inputs_of=inputs_of), strict=True):
+        assert relative_rms(one, other) < GRADIENT_TOL
+
+
+def test_a_row_that_is_captured_notices_a_model_that_changed(model, monkeypatch):
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed, padded_inputs_of)
+    before = {each.graph for each in runner_of(model).graphs.values()}
+    longer = [3 * length for length in ROWS[0]]
+    model.model.layers[0].input_layernorm.eps = 0.5
+    found = step(model, longer, inputs_of=padded_inputs_of)
+    (captured,) = runner_of(model).graphs.values()
+    assert captured.graph not in before
+    monkeypatch.setattr(runner_of(model), "_why_not", "a test")
+    wanted = step(model, longer, inputs_of=padded_inputs_of)
+    for one, other in zip(found, wanted, strict=True):
         assert relative_rms(one, other) < GRADIENT_TOL
 
 
@@ -355,17 +380,20 @@ def test_a_record_that_nobody_compared_for_is_compared_in_the_run(model, monkeyp
     assert before.isdisjoint(each.graph for each in runner_of(model).graphs.values())
 
 
-def test_graphs_of_other_settings_keep_no_memory(model):
+@pytest.mark.parametrize("why", ["positions", "labels of padding"])
+def test_graphs_of_other_settings_keep_no_memory(model, why):
     """Though no row comes to the graphs: here upstream runs it, without reading its positions in the
-    way in which a row is launched.
+    way in which a row is launched, or since padding has labels.
     """
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed)
     assert runner_of(model).graphs
     model.model.layers[0].input_layernorm.eps = 0.5
     ids = torch.randint(1, 100, (2, 20))
-    positions = torch.arange(20).expand(2, -1)
-    model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
+    inputs = {"position_ids": torch.arange(20).expand(2, -1)}
+    if why != "positions":
+        inputs = {"attention_mask": (torch.arange(20) < torch.tensor([[20], [9]])).long()}
+    model(input_ids=ids, labels=ids, **inputs).loss.backward()
     assert not runner_of(model).graphs
 
 
@@ -391,23 +419,28 @@ def test_plans_live_as_long_as_a_backward_pass_reads_them(model):
     assert packed() is None
 
 
-def test_settings_are_compared_before_the_host_waits(model, monkeypatch):
-    """Where nothing is launched meanwhile; and in a row that is launched, behind the launch."""
-    happened, compare, launch = [], Runner._compare, Ahead.launch
+@pytest.mark.parametrize("inputs_of", [inputs_of, padded_inputs_of])
+def test_settings_are_compared_while_the_gpu_runs(model, inputs_of, monkeypatch):
+    """Behind a row's launch, which is before the host waits for its documents, or after it where
+    their mask has to be read; and before the host waits where nothing is launched.
+    """
+    happened, compare, launch = [], Runner._compare, Graph.launch
     monkeypatch.setattr(
         Runner, "_compare", lambda runner: happened.append("compared") or compare(runner)
     )
-    monkeypatch.setattr(Ahead, "launch", lambda *args: happened.append("launched") or launch(*args))
+    monkeypatch.setattr(
+        Graph, "launch", lambda *given: happened.append("launched") or launch(*given)
+    )
     read = entry.read_call
     monkeypatch.setattr(
         entry, "read_call", lambda *args, **named: happened.append("read") or read(*args, **named)
     )
-    step(model, ROWS[0])
+    step(model, ROWS[0], inputs_of=inputs_of)
     happened.clear()
-    step(model, ROWS[0])
-    assert happened == ["compared", "read"]
+    step(model, ROWS[0], inputs_of=inputs_of)
+    assert happened == ["compared", "read", "launched"]
     happened.clear()
-    step(model, ROWS[1])
+    step(model, ROWS[1], inputs_of=inputs_of)
     assert happened == ["read", "launched", "compared"]
 
 
