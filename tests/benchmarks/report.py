@@ -73,6 +73,10 @@ TITLES = {
     "{documents} documents",
     "unsloth-8k-trainer": "Unsloth's `trainer.train()`, LoRA r=16, bf16 base, adapters in fp32, bf16 "
     "autocast, step to step, rows of up to 8,192 tokens",
+    "unsloth-8k-qlora-trainer": "Unsloth's `trainer.train()`, QLoRA r=16 (NF4), bf16 autocast, step to "
+    "step, rows of up to 8,192 tokens",
+    "unsloth-8k-full-trainer": "Unsloth's `trainer.train()`, full training, fp32 weights, bf16 "
+    "autocast, step to step, rows of up to 8,192 tokens",
     "trl-8k-lora": "`SFTTrainer`, LoRA, its defaults (fp32 base, bf16 autocast, layers "
     "recomputed), step to step, 8,192 tokens",
     "trl-ragged-lora": "`SFTTrainer`, LoRA, its defaults, padded batches of 8 documents of up to 1,024 "

@@ -14,13 +14,28 @@ from tests.benchmarks import report, unsloth, unsloth_engines
 from tests.benchmarks.timing import Clock, read_lines
 from tests.benchmarks.unsloth import SLOW, main, measured, settle
 from tests.benchmarks.unsloth_engines import EAGER, Unsloth, adapters_of, documents, packed, reset
+from tests.integrations.marks import needs
 
 OURS = "packfree, beside unsloth"
 
 
-def run(folder, engine):
-    main([*f"--engine {engine} --out {folder} --work {folder} --device cpu --tiny".split()])
+def run(folder, engine, trained="lora"):
+    given = f"--engine {engine} --out {folder} --work {folder} --trained {trained}"
+    main([*given.split(), "--device", "cpu", "--tiny"])
     return read_lines(folder / "rows.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("trained", ["full", pytest.param("qlora", marks=needs("bitsandbytes"))])
+def test_rows_of_what_else_is_trained(tmp_path, monkeypatch, trained):
+    monkeypatch.setattr(unsloth_engines, "STEPS", 4)
+    monkeypatch.setattr(unsloth, "WARMUP", 1)
+    run(tmp_path, "prepare")
+    (row,) = run(tmp_path, "packfree", trained)
+    assert row["workload"] in report.TITLES and row["runs"] == 2
+    assert row.get("lora") == {"full": None, "qlora": "bf16"}[trained]
+    assert (row["implementations"]["layers_in_4_bits"] > 0) == (trained == "qlora")
 
 
 @pytest.mark.slow
@@ -125,7 +140,7 @@ def test_rows_that_unsloth_refuses_to_pack_are_no_result(monkeypatch):
 
 
 def test_a_table_shows_unsloth_beside_us():
-    engine = SimpleNamespace(device="cpu", note=EAGER, kernels=dict)
+    engine = SimpleNamespace(device="cpu", note=EAGER, kernels=dict, model=nn.Module())
     row = measured(engine, lambda: {"ms": 708.0, "peak_gib": 70.0, "note": "one row"})
     assert row["note"] == f"{EAGER}; one row" and row["versions"]["torch"]
     row |= {"workload": "2b-32k-lora-autocast", "variant": Unsloth.variant}

@@ -1,8 +1,9 @@
-"""Unsloth beside us: LoRA steps from one checkpoint, with the same adapters, tokens and labels.
+"""Unsloth beside us: steps from one checkpoint, with the same adapters, tokens and labels.
 
     python -m tests.benchmarks.unsloth --engine prepare --out DIR --work DIR     # saves the checkpoint
     python -m tests.benchmarks.unsloth --engine unsloth --out DIR --work DIR [--minutes M]
     python -m tests.benchmarks.unsloth --engine packfree --out DIR --work DIR [--minutes M]
+    ... --trained qlora | full                                  # trainers alone; lora without it
     ... --device cpu --tiny                                     # a trial of the script itself
 
 Each engine is a process of its own with the packages of its own PYTHONPATH: Unsloth 2026.10.9 takes
@@ -15,7 +16,11 @@ autocast, layers not recomputed. A step drops gradients, makes the loss, runs ba
 documentation does, its own SFTTrainer puts it into packing, and its collator makes the batches.
 "unsloth-8k-trainer" is `trainer.train()` of the engine's own SFTTrainer (packing=True), ours with
 PackFreeCallback, step to step: the median of the last 20 steps, of 200 or of those that `--minutes`
-leave time for; "slow_steps" of them all took 1.5 times as long. "unsloth-leak" times nothing:
+leave time for; "slow_steps" of them all took 1.5 times as long. "unsloth-8k-qlora-trainer" is that
+with bitsandbytes' NF4, as each documents it: ours is prepared by `prepare_model_for_kbit_training`,
+and TRL casts its adapters to bf16;
+"unsloth-8k-full-trainer" trains all weights, in fp32 under bf16 autocast, Unsloth's with
+`full_finetuning=True, float32_mixed_precision=True`. "unsloth-leak" times nothing:
 "influence" is the largest change of documents' logits when the tokens of the others change, 0 where
 documents are kept apart.
 
@@ -57,6 +62,7 @@ from tests.benchmarks.timing import Clock, Results
 from tests.benchmarks.unsloth_engines import (
     ENGINES,
     TOKENS,
+    TRAINED,
     WARMUP,
     adapters_of,
     checked,
@@ -69,6 +75,7 @@ PACKAGES += ("fla-core", "flash-qla")
 LEAK = (5, 512, 64, 700, 7, 130, 630)
 LAST = 20
 """The steps of a trainer that are its row."""
+SHORT = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
 SLOW = 1.5
 """A step that takes so many times as long as the others compiled or tuned something."""
 
@@ -248,11 +255,12 @@ def measured(engine: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, An
     """Return a row with what it was made on and with."""
     row = measure()
     gpu = engine.device == "cuda"
+    adapters = {SHORT[str(x.dtype)] for x in adapters_of(engine.model).values()}
     notes = [engine.note, row.pop("note", "")]
     note = "; ".join(part for part in notes if part)
     return {
         **row,
-        "lora": "fp32",
+        **({"lora": adapters.pop()} if adapters else {}),
         "autocast": "bf16",
         "implementations": engine.kernels(),
         "machine": torch.cuda.get_device_name() if gpu else f"CPU {platform.machine()}",
@@ -272,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="searched in 'workload variant'")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--trained", default="lora", choices=TRAINED)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     if options.engine == "prepare":
@@ -290,10 +299,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "unsloth-leak": (leak, [max(2, length // part) for length in LEAK]),
         "unsloth-8k-trainer": (partial(train, late=results.late), short),
     }
+    if options.trained != "lora":
+        rows = {f"unsloth-8k-{options.trained}-trainer": rows["unsloth-8k-trainer"]}
     kind = ENGINES[options.engine]
     if not any(results.wanted(workload, kind.variant) for workload in rows):
         return
-    engine = kind(options.work, options.device)
+    engine = kind(options.work, options.device, options.trained)
     clock = Clock(options.device, warmup=0, runs=7, longest=15.0)
     for workload, (measure, lengths) in rows.items():
         step = partial(measure, engine, clock, lengths)

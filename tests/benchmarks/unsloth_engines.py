@@ -1,5 +1,5 @@
-"""The two engines of tests.benchmarks.unsloth, which imports Unsloth before this: a model with
-adapters, what it is called with, its trainer.
+"""The two engines of tests.benchmarks.unsloth, which imports Unsloth before this: a model, what it is
+called with, its trainer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests.benchmarks.shapes import log_normal_lengths
 from tests.benchmarks.timing import free
@@ -30,6 +30,7 @@ TARGETS += [f"in_proj_{name}" for name in ("qkv", "z", "b", "a")]
 ADAPTERS: dict[str, Any] = {"r": 16, "lora_alpha": 16, "bias": "none", "target_modules": TARGETS}
 TOKENS = (8192, 32768)
 STEPS, WARMUP = 200, 10
+TRAINED = "lora", "qlora", "full"
 
 
 def documents(lengths: Iterable[int], vocabulary: int, seed: int) -> list[Tensor]:
@@ -48,11 +49,11 @@ def packed(docs: Sequence[Tensor], device: str) -> dict[str, Tensor]:
 
 
 def adapters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained, by names that both engines give it."""
+    """The adapters, by names that both engines give them."""
     return {
         name[name.index("layers.") :].replace(".default", ""): parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        if "lora_" in name
     }
 
 
@@ -64,10 +65,17 @@ def reset(model: nn.Module) -> None:
         parameter.data.copy_(size * torch.randn(parameter.shape, generator=generator))
 
 
+def in_4_bits(model: nn.Module) -> int:
+    """Return how many layers hold weights in 4 bits."""
+    return sum(type(one).__name__ == "Linear4bit" for one in model.modules())
+
+
 def checked(model: nn.Module) -> nn.Module:
     """Return a model that trains what its row says."""
-    dtypes = {parameter.dtype for parameter in adapters_of(model).values()}
-    assert dtypes == {torch.float32}, f"found adapters in {dtypes}; wanted fp32"
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    # TRL's trainer casts adapters of weights in 4 bits to bf16
+    wanted = ({torch.float32}, *([{torch.bfloat16}] if in_4_bits(model) else []))
+    assert dtypes in wanted, f"found what is trained in {dtypes}; wanted fp32"
     recomputed = {getattr(one, "gradient_checkpointing", False) for one in model.modules()}
     assert not any(recomputed), "found layers that are recomputed; wanted none"
     return model
@@ -116,22 +124,36 @@ def sft(
 
 
 class PackFree:
-    """PEFT's adapters on a patched model."""
+    """A patched model, with PEFT's adapters unless it is trained as a whole."""
 
     variant, note = "packfree, beside unsloth", ""
 
-    def __init__(self, work: Path, device: str) -> None:
+    def __init__(self, work: Path, device: str, trained: str) -> None:
         from hf_packfree import apply_patches
 
-        self.work, self.device = work, device
+        self.work, self.device, self.trained = work, device, trained
         self.tokenizer = AutoTokenizer.from_pretrained(work / "checkpoint")
         # documents alone run in the layers that packed ones run in, as with the callback
         self.model = self._load(partial(apply_patches, unpacked="native"))
 
     def _load(self, patched: Callable[[Any], Any] = lambda model: model) -> Any:
-        base = AutoModelForCausalLM.from_pretrained(self.work / "checkpoint", dtype=torch.bfloat16)
+        place = self.work / "checkpoint"
+        if self.trained == "full":
+            whole = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+            return checked(patched(whole.to(self.device)).train())
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": self.device}}
+        if self.trained == "qlora":
+            options["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+            )
+        base = AutoModelForCausalLM.from_pretrained(place, **options)
+        if self.trained == "qlora":
+            base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
         config = LoraConfig(task_type="CAUSAL_LM", **ADAPTERS)
-        return checked(get_peft_model(patched(base.to(self.device)), config).train())
+        return checked(get_peft_model(patched(base), config).train())
 
     def batch(self, docs: Sequence[Tensor]) -> dict[str, Any]:
         """Return what the model is called with."""
@@ -151,7 +173,9 @@ class PackFree:
         """Return what runs."""
         from hf_packfree import patch_report
 
-        return dict(patch_report(self.model.get_base_model()).implementations)
+        with torch.autocast(self.device, torch.bfloat16):
+            found: dict[str, Any] = dict(patch_report(self.model).implementations)
+        return found | {"layers_in_4_bits": in_4_bits(self.model)}
 
 
 class Unsloth:
@@ -165,19 +189,24 @@ class Unsloth:
         "unsloth_zoo.temporary_patches.gdn_causal_conv1d": "GDN_CAUSAL_CONV1D_STATS",
     }
 
-    def __init__(self, work: Path, device: str) -> None:
+    def __init__(self, work: Path, device: str, trained: str) -> None:
         self.work, self.device = work, device
         fast = import_module("unsloth").FastLanguageModel
         common = {"use_gradient_checkpointing": False}
-        base, self.tokenizer = fast.from_pretrained(
+        options: dict[str, Any] = {
+            "lora": {"load_in_16bit": True},
+            "qlora": {"load_in_4bit": True},
+            # else its weights are in bf16
+            "full": {"full_finetuning": True, "float32_mixed_precision": True},
+        }[trained]
+        self.model, self.tokenizer = fast.from_pretrained(
             str(work / "checkpoint"),
             max_seq_length=TOKENS[1],
             dtype=torch.bfloat16,
-            load_in_4bit=False,
-            load_in_16bit=True,
-            **common,
+            **({"load_in_4bit": False} | options | common),
         )
-        self.model = fast.get_peft_model(base, lora_dropout=0, **ADAPTERS, **common)
+        if trained != "full":
+            self.model = fast.get_peft_model(self.model, lora_dropout=0, **ADAPTERS, **common)
         trainer = self.trainer(TOKENS[0])
         self.collate = trainer.data_collator
         fast.for_training(self.model, use_gradient_checkpointing=False)
@@ -207,6 +236,7 @@ class Unsloth:
         return {
             **{name: dict(x) for name, x in found.items()},
             "block_modes": sorted(modes - {None}),
+            "layers_in_4_bits": in_4_bits(self.model),
         }
 
 
