@@ -73,12 +73,13 @@ def arguments(folder, **more):
     )
 
 
-def of_a_trainer(device="cpu", filters=False, copies=True):
+def of_a_trainer(device="cpu", filters=False, copies=True, workers=0):
     """Return what the callback reads of the Trainer's arguments."""
     return SimpleNamespace(
         torch_compile=False,
         logging_nan_inf_filter=filters,
         accelerator_config=SimpleNamespace(non_blocking=copies),
+        dataloader_num_workers=workers,
         device=torch.device(device),
     )
 
@@ -270,23 +271,25 @@ def test_options_are_those_of_apply_patches():
 
 
 FILTER, COPY = "logging_nan_inf_filter=True, to", "{'non_blocking': False}, to"
+COLLATE = "dataloader_num_workers=1"
 
 
 @pytest.mark.parametrize(
-    ("device", "filters", "copies", "said"),
+    ("device", "filters", "copies", "workers", "said"),
     [
-        ("cuda", True, False, {FILTER, COPY}),
-        ("cuda", False, False, {COPY}),
-        ("cuda", True, True, {FILTER}),
-        ("cuda", False, True, set()),
-        ("cpu", True, False, set()),
+        ("cuda", True, False, 0, {FILTER, COPY, COLLATE}),
+        ("cuda", False, False, 2, {COPY}),
+        ("cuda", True, True, 0, {FILTER, COLLATE}),
+        ("cuda", False, True, 0, set()),
+        ("cpu", True, False, 0, set()),
     ],
 )
-def test_it_says_why_the_trainer_waits_for_the_gpu(device, filters, copies, said, caplog):
+def test_it_says_why_the_trainer_waits_for_the_gpu(device, filters, copies, workers, said, caplog):
     Accelerator(cpu=True)
     caplog.set_level(logging.INFO, "hf_packfree")
-    PackFreeCallback().on_init_end(of_a_trainer(device, filters, copies), None, None, model=tiny())
-    assert {each for each in (FILTER, COPY) if each in caplog.text} == said
+    given = of_a_trainer(device, filters, copies, workers)
+    PackFreeCallback().on_init_end(given, None, None, model=tiny())
+    assert {each for each in (FILTER, COPY, COLLATE) if each in caplog.text} == said
     assert ("waits for the GPU" in caplog.text) == bool(said)
 
 

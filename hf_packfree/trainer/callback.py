@@ -238,11 +238,17 @@ def _say_what_waits(args: TrainingArguments) -> None:
     config: Any = args.accelerator_config
     if not config.non_blocking:
         waits.append("accelerator_config={'non_blocking': False}, to copy a batch")
+    idle = (
+        "; until then, dataloader_num_workers=1 collates the next batch while the GPU still runs"
+        if args.dataloader_num_workers == 0
+        else ""
+    )
     if waits and args.device.type == "cuda":
         logger.info(
             "in each step the Trainer waits for the GPU because of %s; turned the other way, it "
-            "does not wait there",
+            "does not wait there%s",
             ", and of ".join(waits),
+            idle,
         )
 
 

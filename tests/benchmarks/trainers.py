@@ -44,6 +44,8 @@ WARMUP = 10
 PATCHED = Variant(packfree=False)
 # two defaults of the Trainer wait for the GPU
 NO_WAITS = {"logging_nan_inf_filter": False, "accelerator_config": {"non_blocking": True}}
+# the next batch is collated in a process of its own
+A_WORKER = {"dataloader_num_workers": 1}
 
 
 class WalksThrough(PackFreeCallback):
@@ -61,6 +63,8 @@ ROUNDED = "packfree, weights rounded in each product"
 VARIANTS: dict[str, tuple[Variant, Callable[[], PackFreeCallback] | None, dict[str, Any]]] = {
     "packfree": (PATCHED, PackFreeCallback, {}),
     "packfree, no waits": (PATCHED, PackFreeCallback, NO_WAITS),
+    "packfree, a worker": (PATCHED, PackFreeCallback, A_WORKER),
+    "packfree, no waits, a worker": (PATCHED, PackFreeCallback, NO_WAITS | A_WORKER),
     "packfree, modules not remembered": (PATCHED, WalksThrough, {}),
     ROUNDED: (PATCHED, PackFreeCallback, {}),
     "packfree, no graphs": (PATCHED, partial(PackFreeCallback, cuda_graphs="never"), {}),
