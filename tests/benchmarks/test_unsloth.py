@@ -35,7 +35,9 @@ def test_rows_of_what_else_is_trained(tmp_path, monkeypatch, trained):
     (row,) = run(tmp_path, "packfree", trained)
     assert row["workload"] in report.TITLES and row["runs"] == 2
     assert row.get("lora") == {"full": None, "qlora": "bf16"}[trained]
-    assert (row["implementations"]["layers_in_4_bits"] > 0) == (trained == "qlora")
+    # three in each MLP, five in each linear mixer, four in attention
+    wanted = {"full": 0, "qlora": 3 * (3 + 5) + (3 + 4)}[trained]
+    assert row["implementations"]["layers_in_4_bits"] == wanted
 
 
 @pytest.mark.slow

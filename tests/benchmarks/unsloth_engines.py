@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
@@ -67,7 +68,9 @@ def reset(model: nn.Module) -> None:
 
 def in_4_bits(model: nn.Module) -> int:
     """Return how many layers hold weights in 4 bits."""
-    return sum(type(one).__name__ == "Linear4bit" for one in model.modules())
+    kinds = Counter(f"{type(one).__module__}.{type(one).__name__}" for one in model.modules())
+    # PEFT's layer around it has the same name
+    return kinds["bitsandbytes.nn.modules.Linear4bit"]
 
 
 def checked(model: nn.Module) -> nn.Module:
