@@ -90,6 +90,13 @@ class Pool:
             current.wait_stream(self._last)
             self._last = current
 
+    def end(self) -> None:
+        """Let the stream on which the pool's memory was allocated wait for the one where a graph
+        that was dropped may still run: with expandable segments, the allocator waits for the first
+        alone before it frees memory.
+        """
+        self.stream.wait_stream(self._last)
+
     @contextmanager
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Capture what the block launches; yields the graph."""

@@ -29,7 +29,7 @@ from hf_packfree.graphs.capture import (
 from hf_packfree.graphs.captured import Captured
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
 from hf_packfree.graphs.parts import layers_to_cut_at
-from hf_packfree.graphs.settings import Settings, why_not, why_not_row
+from hf_packfree.graphs.settings import Settings, switches_of, why_not, why_not_row
 from hf_packfree.graphs.unread import plans_of
 from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
@@ -77,6 +77,7 @@ class Runner:
     rounded: RoundedWeights = field(default_factory=RoundedWeights)
     _bucketing: Bucketing = field(default_factory=Bucketing)
     _settings: Settings | None = None
+    _switches: Any = None
     _why_not: str | None = None
     _streams: dict[torch.device, CaptureStream] = field(default_factory=dict)
     _pool: Pool | None = None
@@ -91,27 +92,26 @@ class Runner:
         """
         # of a call that never came to `run`
         self.ahead.drop()
-        self._compared = False
-        if (
-            not self.graphs
-            or self._why_not is not None
-            or self._settings is None
-            # a replay of moved weights would read memory that was freed
-            or not self._settings.keep_memory()
-        ):
+        self._compared, self._looked_for = False, None
+        trunk, settings = self.trunk(), self._settings
+        # here, since a caller may change them for the text model alone
+        self._switches = None if trunk is None else switches_of(trunk)
+        # a replay of moved weights would read memory that was freed
+        if not self.graphs or settings is None or not settings.keep_memory():
             self._compare()
 
     def _compare(self) -> bool:
-        """Drop all graphs if the model, or a setting, changed; return whether."""
+        """Drop all graphs if the model, or a setting, changed; return whether. Done once a row."""
         trunk, changes = self.trunk(), self._changes
-        if trunk is None:
+        if trunk is None or self._compared:
             return False
         self._compared = True
-        if self._settings is None or not self._settings.hold(trunk):
+        if self._settings is None or not self._settings.hold(trunk, self._switches):
             self.ahead.drop_result()
             self._drop()
             self._bucketing.start_anew()
-            self._settings, self.rounded = Settings(trunk), RoundedWeights(trunk.parameters())
+            self._settings = Settings(trunk, self._switches)
+            self.rounded = RoundedWeights(trunk.parameters())
             self._changes += 1
             self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
@@ -123,8 +123,7 @@ class Runner:
         other settings keep memory.
         """
         self.ahead.drop()
-        if not self._compared:
-            self._compare()
+        self._compare()
 
     def looked_for(self, packed: PackedSequence) -> None:
         """Note that `look` was for the row of this record; `run` will not look again."""
@@ -201,8 +200,7 @@ class Runner:
             if found is None:
                 found = self._why_not or replay()
                 assert found is not None
-        if not self._compared:
-            self._compare()
+        self._compare()
         if isinstance(found, Tensor):
             self.replayed += 1
             return found
@@ -229,9 +227,12 @@ class Runner:
         to have changed, and all graphs are dropped.
         """
         kind = _kind(embeddings, positions)
+        # what was given up is tried again with other settings
+        if in_longer(packed, kind, self.graphs) is None and self._compare():
+            return None
         key = self._bucketing.choose(packed, kind, self.graphs, self.replayed, wait)
         if not isinstance(key, str) and key not in self.graphs:
-            if not self._compared and self._compare():
+            if self._compare():
                 return None
             inputs = lengthened_inputs(embeddings, positions, key[0])
             found = self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
@@ -267,7 +268,7 @@ class Runner:
         self.rounded.refresh()
         captured.graph.launch(inputs)
         # while the GPU runs
-        if not self._compared and self._compare():
+        if self._compare():
             return None
         return captured.graph.result(inputs)[:, : packed.num_tokens]
 
@@ -331,13 +332,17 @@ class Runner:
     def _drop(self) -> None:
         """Drop all graphs, and all memory that only they read."""
         self.graphs.clear()
+        if self._pool is not None:
+            self._pool.end()
         self._pool, self.rounded = None, RoundedWeights()
 
     def _pool_for(self, device: torch.device, tokens: int) -> Pool:
         # sized by its longest row: for a longer one all graphs are dropped, and captured again
         # later
         if self._pool is None or self._pool.tokens < tokens:
-            self.graphs.clear()
+            if self._pool is not None:
+                self.graphs.clear()
+                self._pool.end()
             if device not in self._streams:
                 self._streams[device] = CaptureStream(device)
             self._pool = Pool(device, self._streams[device], tokens)

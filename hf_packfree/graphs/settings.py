@@ -36,9 +36,13 @@ class Settings:
     It is compared in every step, and a model has thousands of modules. So the modules' attributes
     are compared as dictionaries, whose values are equal if they are the same object; containers
     among them are compared by their items.
+
+    Args:
+        module: the model.
+        switches: those of torch, see `switches_of`; None: as they are now.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, switches: Any = None) -> None:
         found = [
             found
             for _, part in _parts(module)
@@ -65,13 +69,14 @@ class Settings:
         self._in_4_bits = [x for x in self._tensors if type(x) not in _WEIGHTS]
         self._constants = _constants(self._in_4_bits)
         self._tensors += [x for x in self._constants if isinstance(x, Tensor)]
-        self._addresses, self._switches = _addresses(self._tensors), _switches(module)
+        self._addresses = _addresses(self._tensors)
+        self._switches = switches_of(module) if switches is None else switches
 
     def keep_memory(self) -> bool:
         """Whether what a graph reads is where it was: a replay reads no memory that was freed."""
         return self._addresses == _addresses(self._tensors)
 
-    def hold(self, module: nn.Module) -> bool:
+    def hold(self, module: nn.Module, switches: Any = None) -> bool:
         """Whether the model and torch are unchanged; `module` is the same model."""
         # TRL's trainers switch checkpointing off and on in each step, with an equal function
         for each, copy in self._recomputed:
@@ -90,7 +95,7 @@ class Settings:
             and len(constants) == len(self._constants)
             and all(map(is_, constants, self._constants))
             and self.keep_memory()
-            and self._switches == _switches(module)
+            and self._switches == (switches_of(module) if switches is None else switches)
         )
 
 
@@ -124,7 +129,8 @@ def _constants(tensors: list[Tensor]) -> list[Any]:
     return [value for state in found for value in (state, *vars(state).values())]
 
 
-def _switches(module: nn.Module) -> tuple[Any, ...]:
+def switches_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return the settings of torch, and of a model's configuration, by which layers run."""
     return (
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),

@@ -11,8 +11,9 @@ from torch import nn
 
 from hf_packfree.models.base import Replacement, upstream_of
 from hf_packfree.models.call import Call
-from hf_packfree.models.entry import enter
+from hf_packfree.models.entry import enter, replays
 from hf_packfree.models.head_loss import LossOfCall
+from hf_packfree.models.state import state_of
 from hf_packfree.models.trunk import check_model_of
 
 
@@ -68,6 +69,12 @@ class Head(Replacement):
         if call.packed is not None:
             check_model_of(self)
         return call
+
+    def _with_padding(self, call: Call) -> Call:
+        """Return the call that leaves padded rows to upstream, after `_enter` has read them."""
+        if replays(self):
+            state_of(self).graphs.leave()
+        return call.with_padding()
 
     def _forward_as_row(self, upstream: Any, call: Call) -> Any:
         raise NotImplementedError

@@ -36,7 +36,7 @@ class _Classifier(Head):
             and dropped
             and self._reads_padding(repad(packed.is_real(), packed), call)
         ):
-            call = call.with_padding()
+            call = self._with_padding(call)
         return upstream(self, **call.arguments)
 
     def _reads_padding(self, real: Tensor, call: Call) -> bool:

@@ -59,12 +59,10 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
         inputs = replace(inputs, tree={**inputs.tree, RECORD: found})
     if found is UNREAD or tree:
         state = state_of(module)
-        # not of forwards without gradients, which are never replayed: DPO's and GRPO's reference is
-        # often this model with its adapters switched off
-        replays = module.training and torch.is_grad_enabled()
-        meanwhile = ahead(call) if replays else None
+        trains = replays(module)
+        meanwhile = ahead(call) if trains else None
         # before reading boundaries, which waits for the GPU
-        if replays:
+        if trains:
             state.graphs.look()
         ours = _runs_here(call)
         try:
@@ -77,9 +75,9 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
                 meanwhile=meanwhile,
             )
         finally:
-            if replays and not isinstance(found, PackedSequence):
+            if trains and not isinstance(found, PackedSequence):
                 state.graphs.leave()
-        if replays and isinstance(found, PackedSequence):
+        if trains and isinstance(found, PackedSequence):
             state.graphs.looked_for(found)
     packed: PackedSequence | None = None if found is UNPACKED else found
     if packed is not None and packed.tree is not None:
@@ -88,6 +86,13 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
         arguments["position_ids"] = None
     arguments["packed_sequence"] = UNPACKED if packed is None else packed
     return Call(module, arguments, packed)
+
+
+def replays(module: Any) -> bool:
+    """Whether rows of a module may be replayed now: never without gradients, and settings are not
+    compared then: DPO's and GRPO's reference is often the model with its adapters switched off.
+    """
+    return bool(module.training) and torch.is_grad_enabled()
 
 
 def _is_misread(call: Call, inputs: PackingInputs) -> bool:

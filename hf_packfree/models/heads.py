@@ -88,8 +88,7 @@ class PackedHead(Head, metaclass=HeadType):
             check_call(call)
         packed, loss = self._loss_arguments(call, call.packed)
         if loss is None:
-            state_of(self).graphs.leave()
-            return upstream(self, **call.with_padding().arguments)
+            return upstream(self, **self._with_padding(call).arguments)
         row = (_row_arguments if all_logits else _batch_arguments)(call, packed) | loss
         ignored = call.get("ignore_index", IGNORED)
         waits = _can_wait() and not call.generates

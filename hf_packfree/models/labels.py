@@ -170,10 +170,11 @@ def _predicts_nothing(packed: PackedSequence, batch_shape: tuple[int, int]) -> T
     The last token of a row has the target in `shift_labels`, and none with `labels`. In a tree
     every token has the target in `shift_labels`.
     """
+    if packed.tree is not None:
+        return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
     # rows with left padding hold one document each, after one pad token that is kept: there is no
     # boundary
-    alone = packed.left_pad_segments or (packed.plain and not packed.padding_segments)
-    if packed.tree is not None or alone:
+    if packed.left_pad_segments:
         return torch.zeros_like(packed.seq_idx, dtype=torch.bool)
     if packed.indices is None:
         return to_device(_ends_on_the_host(packed, batch_shape[1]), packed.seq_idx.device)

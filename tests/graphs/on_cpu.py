@@ -93,6 +93,9 @@ class OnACPU(capture.Pool):
     def join(self):
         self.running = False
 
+    def end(self):
+        pass
+
 
 class Stream:
     def __init__(self):

@@ -12,16 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen3_5ForCausalLM
+from transformers import Qwen3_5ForCausalLM, Qwen3_5ForTokenClassification
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BoundaryError
-from hf_packfree.graphs import ahead, captured
+from hf_packfree.graphs import ahead, captured, runner, settings
 from hf_packfree.graphs.ahead import MISSES, Ahead
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket
-from hf_packfree.graphs.capture import Graph
+from hf_packfree.graphs.capture import Graph, Pool
 from hf_packfree.graphs.captured_sequence import CapturedSequence, OtherPlan
-from hf_packfree.graphs.runner import Runner
+from hf_packfree.graphs.settings import Settings
 from hf_packfree.graphs.unread import Plans, UnreadSequence
 from hf_packfree.models import entry
 from hf_packfree.models.qwen3_5 import tiny_config
@@ -366,6 +366,70 @@ def test_a_row_that_is_captured_notices_a_model_that_changed(model, monkeypatch)
         assert relative_rms(one, other) < GRADIENT_TOL
 
 
+def test_a_padded_row_of_a_model_that_cannot_be_captured_any_more(model, monkeypatch):
+    """As by a hook: its graph was launched, and is not captured again."""
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed, padded_inputs_of)
+    replayed = runner_of(model).replayed
+    monkeypatch.setattr(runner, "why_not", settings.why_not)
+    monkeypatch.setattr(settings, "_why_not_part", lambda name, part: "a hook")
+    model.model.layers[0].input_layernorm.eps = 0.5
+    step(model, ROWS[0], inputs_of=padded_inputs_of)
+    assert (runner_of(model).graphs, runner_of(model).replayed) == ({}, replayed)
+    assert runner_of(model).reasons["a hook"] == 1
+
+
+def test_what_had_no_room_is_tried_again_at_once_with_other_settings(model):
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed, padded_inputs_of)
+    longer = [3 * length for length in ROWS[0]]
+    runner_of(model)._bucketing.no_room = sum(longer), "there is no room"
+    step(model, longer, inputs_of=padded_inputs_of)
+    assert runner_of(model).reasons["there is no room"] == 1
+    model.model.layers[0].input_layernorm.eps = 0.5
+    step(model, longer, inputs_of=padded_inputs_of)
+    assert runner_of(model).reasons["there is no room"] == 1 and runner_of(model).graphs
+
+
+def test_a_caller_s_autocast_for_the_text_model_alone_is_no_change(model):
+    """Settings are read in the head and in the text model in turns."""
+    forward = model.model.forward
+
+    def autocast(*args, **kwargs):
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+
+    model.model.forward = autocast
+    for seed in range(3):
+        for lengths in ROWS:
+            step(model, lengths, seed)
+            step(model, lengths, seed, padded_inputs_of)
+    # the first row finds no runner in the head
+    assert runner_of(model)._changes == 2 and runner_of(model).replayed > 3 * len(ROWS)
+
+
+def test_memory_is_dropped_once_the_graph_in_it_has_run(model, monkeypatch):
+    """Of a graph of other settings, and of graphs that a longer row's takes the place of."""
+    ended = []
+    monkeypatch.setattr(on_cpu.OnACPU, "end", lambda pool: ended.append(pool.tokens))
+    for seed, lengths in enumerate(ROWS):
+        step(model, lengths, seed, padded_inputs_of)
+    assert ended == []
+    model.model.layers[0].input_layernorm.eps = 0.5
+    step(model, ROWS[0], inputs_of=padded_inputs_of)
+    assert len(ended) == 1
+    for _ in range(2):
+        step(model, [3 * length for length in ROWS[0]], inputs_of=padded_inputs_of)
+    assert len(ended) == 2
+    pool = object.__new__(Pool)
+    pool.stream, pool._last = on_cpu.Stream(), on_cpu.Stream()
+    pool.end()
+    assert pool.stream.waited == [pool._last]
+
+
 def test_a_record_that_nobody_compared_for_is_compared_in_the_run(model, monkeypatch):
     """Boundaries that are read another way than where replays are launched meanwhile."""
     for seed, lengths in enumerate(ROWS):
@@ -397,6 +461,21 @@ def test_graphs_of_other_settings_keep_no_memory(model, why):
     assert not runner_of(model).graphs
 
 
+def test_graphs_of_a_classifier_of_other_settings_keep_no_memory(monkeypatch):
+    on_cpu.let_capture_whole_documents(monkeypatch)
+    model = Qwen3_5ForTokenClassification(tiny_config()).train()
+    model = apply_patches(model, cuda_graphs="auto")
+    for seed, lengths in enumerate(ROWS):
+        inputs = padded_inputs_of(lengths, seed)
+        labels = inputs["attention_mask"].masked_fill(inputs["attention_mask"] == 0, -100)
+        model(**inputs, labels=labels).loss.backward()
+    assert runner_of(model).graphs
+    model.model.layers[0].input_layernorm.eps = 0.5
+    inputs = padded_inputs_of(ROWS[0])
+    model(**inputs, labels=inputs["attention_mask"]).loss.backward()
+    assert not runner_of(model).graphs
+
+
 def test_plans_live_as_long_as_a_backward_pass_reads_them(model):
     """A setting that changes between a row's forward and its backward pass drops the graph for new
     rows.
@@ -424,9 +503,9 @@ def test_settings_are_compared_while_the_gpu_runs(model, inputs_of, monkeypatch)
     """Behind a row's launch, which is before the host waits for its documents, or after it where
     their mask has to be read; and before the host waits where nothing is launched.
     """
-    happened, compare, launch = [], Runner._compare, Graph.launch
+    happened, compare, launch = [], Settings.hold, Graph.launch
     monkeypatch.setattr(
-        Runner, "_compare", lambda runner: happened.append("compared") or compare(runner)
+        Settings, "hold", lambda *given: happened.append("compared") or compare(*given)
     )
     monkeypatch.setattr(
         Graph, "launch", lambda *given: happened.append("launched") or launch(*given)
