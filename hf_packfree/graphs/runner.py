@@ -78,6 +78,7 @@ class Runner:
     _bucketing: Bucketing = field(default_factory=Bucketing)
     _settings: Settings | None = None
     _switches: Any = None
+    _switches_before: Any = None
     _why_not: str | None = None
     _streams: dict[torch.device, CaptureStream] = field(default_factory=dict)
     _pool: Pool | None = None
@@ -102,15 +103,15 @@ class Runner:
 
     def _compare(self) -> bool:
         """Drop all graphs if the model, or a setting, changed; return whether. Done once a row."""
-        trunk, changes = self.trunk(), self._changes
+        trunk, settings, changes = self.trunk(), self._settings, self._changes
         if trunk is None or self._compared:
             return False
         self._compared = True
-        if self._settings is None or not self._settings.hold(trunk, self._switches):
+        if settings is None or self._switches != self._switches_before or not settings.hold():
             self.ahead.drop_result()
             self._drop()
             self._bucketing.start_anew()
-            self._settings = Settings(trunk, self._switches)
+            self._settings, self._switches_before = Settings(trunk), self._switches
             self.rounded = RoundedWeights(trunk.parameters())
             self._changes += 1
             self._why_not = why_not(trunk)
@@ -162,10 +163,8 @@ class Runner:
         assert self._pool is not None and captured.plans is not None
         captured.plans.write(starts)
         self.rounded.refresh()
-        inputs, places = (
-            lengthened_inputs(embeddings, positions, key[0]),
-            places_of((given, positions)),
-        )
+        inputs = lengthened_inputs(embeddings, positions, key[0])
+        places = places_of((given, positions))
         self.ahead.launch(
             Launched(key, captured.graph, embeddings, inputs, self._pool, places, on_host)
         )

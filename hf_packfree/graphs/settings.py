@@ -31,18 +31,14 @@ _IN_4_BITS = "bitsandbytes.nn.modules", "Params4bit"
 
 
 class Settings:
-    """The state of a model and of torch that captured code may have read.
+    """The state of a model that captured code may have read; torch's is `switches_of`.
 
     It is compared in every step, and a model has thousands of modules. So the modules' attributes
     are compared as dictionaries, whose values are equal if they are the same object; containers
     among them are compared by their items.
-
-    Args:
-        module: the model.
-        switches: those of torch, see `switches_of`; None: as they are now.
     """
 
-    def __init__(self, module: nn.Module, switches: Any = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         found = [
             found
             for _, part in _parts(module)
@@ -70,14 +66,13 @@ class Settings:
         self._constants = _constants(self._in_4_bits)
         self._tensors += [x for x in self._constants if isinstance(x, Tensor)]
         self._addresses = _addresses(self._tensors)
-        self._switches = switches_of(module) if switches is None else switches
 
     def keep_memory(self) -> bool:
         """Whether what a graph reads is where it was: a replay reads no memory that was freed."""
         return self._addresses == _addresses(self._tensors)
 
-    def hold(self, module: nn.Module, switches: Any = None) -> bool:
-        """Whether the model and torch are unchanged; `module` is the same model."""
+    def hold(self) -> bool:
+        """Whether the model is unchanged."""
         # TRL's trainers switch checkpointing off and on in each step, with an equal function
         for each, copy in self._recomputed:
             function = each.get(checkpointing.FUNCTION)
@@ -95,7 +90,6 @@ class Settings:
             and len(constants) == len(self._constants)
             and all(map(is_, constants, self._constants))
             and self.keep_memory()
-            and self._switches == (switches_of(module) if switches is None else switches)
         )
 
 

@@ -65,12 +65,12 @@ def test_constants_of_a_weight_in_4_bits_are_compared(model):
         (state.state2, "absmax", state.state2.absmax.clone()),
         (state.absmax, "data", state.absmax.clone()),
     ):
-        assert settings.hold(model)
+        assert settings.hold()
         before = getattr(owner, name)
         setattr(owner, name, other)
-        assert not settings.hold(model), name
+        assert not settings.hold(), name
         setattr(owner, name, before)
-    assert settings.hold(model)
+    assert settings.hold()
 
 
 def test_only_weights_in_4_bits_may_be_of_a_class_of_their_own(model):

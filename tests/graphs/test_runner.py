@@ -251,10 +251,10 @@ def test_gradients_lie_in_the_graph_s_memory_and_outlive_the_next_row(model):
 )
 def test_what_a_graph_depends_on(model, change):
     settings = Settings(model.base_model)
-    assert settings.hold(model.base_model)
+    assert settings.hold()
     change(model)
-    assert not settings.hold(model.base_model)
-    assert Settings(model.base_model).hold(model.base_model)
+    assert not settings.hold()
+    assert Settings(model.base_model).hold()
 
 
 def test_hooks_of_parameters_run_once(model):
@@ -279,16 +279,16 @@ def test_another_tensor_with_the_same_number_counts(model):
     layer = model.base_model.layers[0]
     layer.scalar = torch.nn.Parameter(torch.ones(1))
     settings = Settings(model.base_model)
-    assert settings.hold(model.base_model)
+    assert settings.hold()
     layer.scalar = torch.nn.Parameter(torch.ones(1))
-    assert not settings.hold(model.base_model)
+    assert not settings.hold()
 
 
 def test_settings_inside_containers_count(model):
     model.base_model.layers[0].scaling = {"default": 1.0}
     settings = Settings(model.base_model)
     model.base_model.layers[0].scaling["default"] = 2.0
-    assert not settings.hold(model.base_model)
+    assert not settings.hold()
 
 
 @needs("peft")
@@ -313,9 +313,9 @@ def test_adapters_that_change_count(model, change):
     peft, trunk = get_peft_model(model, config), model.base_model
     peft.add_adapter("second", config)
     settings = Settings(trunk)
-    assert settings.hold(trunk)
+    assert settings.hold()
     change(peft, config)
-    assert not settings.hold(trunk) and Settings(trunk).hold(trunk)
+    assert not settings.hold() and Settings(trunk).hold()
 
 
 @needs("peft")
@@ -359,17 +359,17 @@ def test_checkpointing_counts_and_its_function_by_its_keywords(model):
     checkpoint_layers(model, reentrant=False)
     settings = Settings(model.base_model)
     checkpoint_layers(model, reentrant=False)
-    assert settings.hold(model.base_model)
+    assert settings.hold()
     checkpoint_layers(model, reentrant=True)
-    assert not settings.hold(model.base_model)
+    assert not settings.hold()
     settings = Settings(model.base_model)
     for layer in model.base_model.layers:
         layer._gradient_checkpointing_func = lambda function, *args: function(*args)
-    assert not settings.hold(model.base_model)
+    assert not settings.hold()
     checkpoint_layers(model, reentrant=True)
-    assert settings.hold(model.base_model)
+    assert settings.hold()
     _recompute_nothing(model)
-    assert not settings.hold(model.base_model)
+    assert not settings.hold()
 
 
 def test_an_error_in_the_middle_leaves_nothing_behind(model):
@@ -429,7 +429,7 @@ def test_an_optimizer_s_step_changes_no_setting(model):
     model(**inputs_of(ROWS[0]), labels=inputs_of(ROWS[0])["input_ids"]).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert settings.hold(model.base_model)
+    assert settings.hold()
 
 
 def test_a_longer_row_is_captured_at_once_and_shorter_ones_again(model):
