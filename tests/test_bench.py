@@ -232,6 +232,9 @@ def test_ratios_and_sentence():
     assert report.faster("unpatched packed") is report.memory_share("unpatched packed") is None
     sentence = "once patched, a padded step is 3.00 times as fast, in 25% of the peak memory"
     assert str(report) == f"M on cpu, 2 documents, 67% real tokens: {sentence}"
+    packed = Candidate("unpatched packed", 40, (1.5,)), Candidate("patched packed", 40, (0.5,))
+    both = report_of(report.candidates[0], report.candidates[2], *packed)
+    assert str(both) == f"{report}, and a packed one 3.00 times"
     rows = {row["name"]: row for row in report.as_dict()["candidates"]}
     assert (
         rows["unpatched packed"]["refused"] == "no kernels"
@@ -322,7 +325,7 @@ def test_command(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     for name in ("unpatched padded", "unpatched packed", "patched padded", "patched packed"):
         assert out.count(name) >= 1
-    assert out.strip().splitlines()[-1].endswith("% of the peak memory.")
+    assert "% of the peak memory" in out.strip().splitlines()[-1]
     assert "Patched rows ran conv: " in out and f"torch {version('torch')}" in out
     assert f"Drawn into {picture}." in " ".join(out.split())
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000

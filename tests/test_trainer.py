@@ -312,6 +312,40 @@ def test_steps_are_replayed_by_default_unless_the_model_was_patched_otherwise(
     assert patch_report(model).cuda_graphs.startswith("CUDA graphs: 0 rows") == wanted
 
 
+KEEPS = "which PackFreeCallback keeps"
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "said"),
+    [
+        (None, {}, None),
+        ({}, {}, "unpacked='upstream', cuda_graphs='never', which"),
+        ({"unpacked": "native"}, {}, "cuda_graphs='never', which"),
+        ({}, {"unpacked": "upstream"}, "cuda_graphs='never', which"),
+        ({}, {"unpacked": "upstream", "cuda_graphs": "never"}, None),
+        ({"unpacked": "native", "cuda_graphs": "auto"}, {}, None),
+    ],
+)
+def test_it_says_what_it_keeps_of_a_model_that_was_patched_before(before, given, said, caplog):
+    Accelerator(cpu=True)
+    model = tiny() if before is None else apply_patches(tiny(), **before)
+    PackFreeCallback(**given).on_init_end(of_a_trainer(), None, None, model=model)
+    assert (KEEPS in caplog.text) == (said is not None)
+    assert said is None or f"found the model patched with {said}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("packing", "warns"),
+    [({}, False), ({"packing_strategy": "bfd"}, False), ({"packing_strategy": "wrapped"}, True)],
+)
+def test_it_warns_of_rows_that_say_nothing_of_their_documents(packing, warns, caplog):
+    Accelerator(cpu=True)
+    arguments = of_a_trainer()
+    vars(arguments).update(packing=True, **packing)
+    PackFreeCallback().on_init_end(arguments, None, None, model=tiny())
+    assert ("found packing_strategy='wrapped'" in caplog.text) == warns
+
+
 def test_evaluation_and_saving(tmp_path):
     from transformers import Qwen3_5ForCausalLM
 

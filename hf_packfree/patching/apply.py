@@ -229,7 +229,8 @@ def _state_in_force(model: nn.Module, wanted: PatchState) -> PatchState:
     if found != wanted:
         raise PatchConflict(
             f"found the model patched with {_apart(found, wanted)}; "
-            f"wanted {_apart(wanted, found)}; call remove_patches(model) before choosing again"
+            f"wanted {_apart(wanted, found)}; call remove_patches(model) first, or pass the same "
+            "options both times (to PackFreeCallback, too)"
         )
     return found
 

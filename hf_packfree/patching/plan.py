@@ -264,6 +264,6 @@ def _check_contracts(trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Modu
         if sizes_of is not None and (broken := contract_violations(module, sizes_of)):
             raise ContractError(
                 f"found a {type(module).__name__} unlike its family's checkpoints: "
-                f"{'; '.join(broken)}; wanted the sizes "
-                "of the config; undo what changed the layer, or report the release"
+                f"{'; '.join(broken)}; wanted what the config says; undo what changed the layer "
+                "(leave what PEFT wrapped out of target_modules), or report the release"
             )

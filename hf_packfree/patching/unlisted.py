@@ -91,7 +91,8 @@ def refusal(name: str, trunk: Any, reason: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"found a {type(trunk).__name__} of {name}, which is not patched: {reason}; wanted a "
         "family that `packfree models` lists, or plain attention by transformers' "
-        "AttentionInterface; pass documents in rows of their own, padded",
+        "AttentionInterface; train it without this package, with documents in rows of their own, "
+        "padded",
         reason,
     )
 

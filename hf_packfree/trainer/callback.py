@@ -130,12 +130,7 @@ class PackFreeCallback(TrainerCallback):
         given, parallelism = self._context_parallel, parallelism_in_force()
         ranks = trainers_group(parallelism, "auto" if isinstance(given, str) else ranks_of(given))
         options = replace(self._options, context_parallel=ranks)
-        before = patch_report(kwargs["model"])
-        if self._keeps_unpacked and before.patched:
-            options = replace(options, unpacked=before.unpacked)
-        if self._keeps_graphs and before.patched:
-            options = replace(options, cuda_graphs="auto" if before.cuda_graphs else "never")
-        patch(kwargs["model"], options, _autocast_in_force())
+        patch(kwargs["model"], self._kept(kwargs["model"], options), _autocast_in_force())
         if args.torch_compile:
             logger.info(
                 "torch_compile=True: the Trainer compiles the model when training begins, and what "
@@ -143,9 +138,33 @@ class PackFreeCallback(TrainerCallback):
                 "leave it out for the fused layers"
             )
         _say_what_waits(args)
+        _warn_of_rows_without_boundaries(args)
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
             _warn_of_uncounted_tokens(parallelism)
+
+    def _kept(self, model: nn.Module, options: Options) -> Options:
+        """Return the options with those of a model that was patched before, where the callback was
+        given none.
+        """
+        before = patch_report(model)
+        if not before.patched:
+            return options
+        kept: dict[str, Any] = {}
+        if self._keeps_unpacked:
+            kept["unpacked"] = before.unpacked
+        if self._keeps_graphs:
+            kept["cuda_graphs"] = "auto" if before.cuda_graphs else "never"
+        slower = {name: value for name, value in kept.items() if value != getattr(options, name)}
+        if slower:
+            logger.warning(
+                "found the model patched with %s, which PackFreeCallback keeps; wanted %s, which "
+                "train faster; let the callback patch the model, or give it and apply_patches the "
+                "options you want",
+                _named(slower),
+                _named({name: getattr(options, name) for name in slower}),
+            )
+        return replace(options, **kept)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -252,6 +271,21 @@ def _say_what_waits(args: TrainingArguments) -> None:
         )
 
 
+def _named(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _warn_of_rows_without_boundaries(args: Any) -> None:
+    """Warn of TRL's rows that mix documents, which nothing that the model gets tells apart."""
+    if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
+        logger.warning(
+            "found packing_strategy='wrapped', whose rows are cut from the text of all documents "
+            "and say nothing of where these start, so that they read each other; wanted documents "
+            "apart; set packing_strategy='bfd', or 'bfd_split', which keeps the ends of documents "
+            "longer than max_length"
+        )
+
+
 def _refuse_unpatched(model: nn.Module, *, wants_head: bool) -> None:
     """Refuse an unpatched model, and with `wants_head` a model without a multi-token prediction
     head.
@@ -279,9 +313,9 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
         logger.warning(
             "found a %s, whose class says accepts_loss_kwargs = False, with "
             "gradient_accumulation_steps=%d: micro-batches will count equally however many tokens "
-            "they hold; wanted tokens to count equally; %sset model.accepts_loss_kwargs = True "
-            "before building the Trainer",
-            type(model).__name__,
+            "they hold; wanted tokens to count equally; %sload the model yourself, set "
+            "model.accepts_loss_kwargs = True and pass it to the Trainer",
+            type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__,
             args.gradient_accumulation_steps,
             "install transformers 5.17 or later, and " if LOSS_WITH_MEDIA_TAKES_NO_COUNT else "",
         )
