@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--model", default="Qwen/Qwen3.5-9B", help="a folder or hub id")
     parser.add_argument("--data", help="a JSONL file of messages; default: trl-lib/Capybara")
     parser.add_argument("--out", default="out")
-    parser.add_argument("--max-length", type=int, default=4096, help="tokens of a packed row")
+    parser.add_argument("--max-length", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=-1, help="default: one epoch")
     options = parser.parse_args()
 
@@ -51,6 +51,8 @@ def main() -> None:
             options.out,
             packing=True,
             max_length=options.max_length,
+            # TRL puts the rows of a batch behind each other: 8,192 tokens a step
+            per_device_train_batch_size=2,
             max_steps=options.steps,
             num_train_epochs=1,
             learning_rate=2e-4,
