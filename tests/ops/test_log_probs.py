@@ -122,6 +122,35 @@ def test_half_precision_is_no_farther_from_fp32_than_whole_logits(dtype, expecte
             assert error <= 2**-7 and error <= 1.05 * min(relative_rms(other, third), 1.0)
 
 
+@pytest.mark.parametrize("expected", [Expected(), Expected(uniform=True), Expected(entropy=True)])
+def test_gradients_that_are_all_zero_are_zeros_in_fp16(expected):
+    """As of a group of answers whose rewards are equal: NaN would spoil the whole step."""
+    of, wanted = leaves(torch.float16), targets(0.9)
+    found = ours(*of, wanted=wanted, expected=expected)[:2]
+    for used in (1, 2):
+        given = [torch.zeros_like(one) for one in found[:used]]
+        for one in torch.autograd.grad(found[:used], of, given, retain_graph=True):
+            assert one.abs().max() == 0
+
+
+@pytest.mark.parametrize("temperature", [0.02, 0.015, 0.001, 0.02 * PER_TOKEN, 0.001 * PER_ROW])
+@pytest.mark.parametrize("expected", [Expected(), Expected(uniform=True), Expected(entropy=True)])
+def test_low_temperatures_do_not_overflow_in_fp16(temperature, expected):
+    """Gradients of logits are 1 / temperature times as large as those of scores."""
+    wanted, rounded = targets(0.9), [0.1 * x.detach() for x in leaves(torch.float16)]
+    rounded = [x.requires_grad_() for x in rounded]
+    exact = [x.detach().float().requires_grad_() for x in rounded]
+    options = {"wanted": wanted, "temperature": temperature}
+    values, best = ours(*rounded, expected=expected, **options), whole(*exact, **options)
+    for used in (1, 2):
+        # by as much as they grow here, so that the gradients of x fit into fp16
+        given = [1e-3 * one for one in weights(1.0)[:used]]
+        found = torch.autograd.grad(values[:used], rounded, given, retain_graph=True)
+        right = torch.autograd.grad(best[:used], exact, given, retain_graph=True)
+        for one, other in zip(found, right, strict=True):
+            assert relative_rms(one, other) <= 2**-7
+
+
 def test_fp32_weights_are_multiplied_in_half_precision_and_get_fp32_gradients():
     wanted, (x, weight, bias) = targets(), leaves()
     found = ours(x, weight, bias, wanted=wanted, dtype=torch.bfloat16)

@@ -49,6 +49,8 @@ from hf_packfree.ops.loss.statistics import (
 from hf_packfree.ops.op import Op
 
 _LOG_PROBS_ALONE = Wanted()
+# of gradients, in fp16: what is smaller is scaled like it
+_LEAST = 2.0**-100
 
 
 @dataclass(eq=False)
@@ -229,7 +231,8 @@ class _LogProbs(Function):
         inverse = (call.inverse if chosen is None else call.inverse[chosen]).to(wide)
         found = Statistics.empty(call.wanted, inverse)
         sums = Sums(*inputs[:2], needed if now else (False, False, False))
-        ones = torch.full_like(inverse, scale_of(call.dtype))
+        scale = _scale(call.dtype, inverse)
+        ones = torch.ones_like(inverse) * scale
         for part, logits in logits_in_chunks(*inputs):
             given = logits, targets[part], inverse[part]
             call.kernels.measure(*given, found.part(part))
@@ -240,7 +243,7 @@ class _LogProbs(Function):
                 sums.add(gradient, part)
         if any(needed):
             ctx.save_for_backward(x, weight, bias, sums.d_x, sums.d_weight, sums.d_bias)
-            ctx.call, ctx.now = call, now
+            ctx.call, ctx.now, ctx.scale = call, now, scale
             # detached: an output that is kept with its graph would keep itself alive
             entropy = None if found.entropy is None else found.entropy.detach()
             ctx.tokens = chosen, targets, inverse, found.log_z, entropy
@@ -270,7 +273,7 @@ class _LogProbs(Function):
         if factor is None:
             found = _made_now(ctx, inputs, of_log_probs, of_entropy)
         else:
-            found = Gradients(d_x, d_weight, d_bias, 1 / scale_of(ctx.call.dtype))
+            found = Gradients(d_x, d_weight, d_bias, 1 / ctx.scale)
         return *_multiplied(found, factor, inputs, chosen, ctx.call.kernels.scaled), None
 
 
@@ -300,12 +303,7 @@ def _made_now(
     call: _Call = ctx.call
     (x, *weights), (chosen, targets, inverse, log_z, entropy) = inputs, ctx.tokens
     rounded = call.rounded(x if chosen is None else x.index_select(0, chosen), *weights)
-    given = [one for one in (of_log_probs, of_entropy) if one is not None]
-    scale: Any = scale_of(call.dtype)
-    # in fp16, scale the largest gradient to about `scale_of`; a power of two does not round
-    if scale != 1 and len(log_z):
-        largest = torch.stack([one.abs().amax() for one in given]).amax()
-        scale = scale / largest.clamp(min=torch.finfo(largest.dtype).tiny).log2().ceil().exp2()
+    scale = _scale(call.dtype, inverse, of_log_probs, of_entropy)
     of_log_probs = torch.zeros_like(log_z) if of_log_probs is None else of_log_probs * scale
     of_entropy = None if of_entropy is None else of_entropy * scale
     needed: Any = tuple(ctx.needs_input_grad[:3])
@@ -317,6 +315,19 @@ def _made_now(
         )
         sums.add(call.kernels.differentiate(logits, *values), part)
     return sums.gradients(1.0 / scale)
+
+
+def _scale(dtype: torch.dtype, inverse: Tensor, *gradients: Tensor | None) -> Any:
+    """Return the factor, a power of two, on the gradients of log p and of the entropy, all 1 if
+    none are given: in fp16 it takes the largest gradient of logits to about `scale_of`.
+    """
+    scale: Any = scale_of(dtype)
+    if scale == 1 or not len(inverse):
+        return scale
+    given = [one.abs().amax() for one in gradients if one is not None]
+    # of gradients that are all 0, any: 0 x inf would be NaN
+    largest = torch.stack(given).amax().clamp(min=_LEAST) if given else 1.0
+    return scale / (largest * inverse.amax().clamp(min=1.0)).log2().ceil().exp2()
 
 
 def _placed(
