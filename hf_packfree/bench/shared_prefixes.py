@@ -234,6 +234,3 @@ def _packed(model: Any, tree: Tree, ids: Tensor) -> _Samples:
     batch = {"input_ids": row[None], "position_ids": numbers, "packed_sequence": record}
     ones = torch.ones_like(before)
     return _Samples(PACKED, model, batch, True, less=_LESS, before=before, counts=ones)
-
-
-__all__ = ["TreeOptions", "TreeReport", "read_tree", "run_tree_bench"]

@@ -157,6 +157,3 @@ def alike(key: Any, graphs: Collection[Any]) -> list[Any]:
     (tokens, tree), kind = (key[0].tokens, key[0].tree), key[1]
     found = [each for each in graphs if each[1] == kind and each[0].tokens == tokens]
     return [each for each in found if tree is None and each[0].tree is None]
-
-
-__all__ = ["Bucketing", "alike", "in_longer"]

@@ -34,6 +34,3 @@ class Captured:
             self.plans.write_for(packed)
         else:
             self.packed.become(in_bucket(on_host(packed), bucket))
-
-
-__all__ = ["Captured"]

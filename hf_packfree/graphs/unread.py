@@ -117,6 +117,3 @@ def plans_of(packed: CapturedSequence, bucket: Bucket, pool: Pool) -> Plans | No
         return Plans(packed, bucket, pool)
     except OtherPlan:
         return None
-
-
-__all__ = ["Plans", "UnreadSequence", "plans_of"]

@@ -167,6 +167,3 @@ def _unbounded(trunk: Any) -> str | None:
 
 def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-
-
-__all__ = ["ahead", "in_graph"]

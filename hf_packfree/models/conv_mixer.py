@@ -77,6 +77,3 @@ class _weights_in_place:
     def __exit__(self, *error: object) -> None:
         if self.hook is not None:
             self.hook.post_forward(self.conv, torch.empty(0))
-
-
-__all__ = ["ConvMixer"]

@@ -219,6 +219,3 @@ def _shifted(row: dict[str, Any]) -> Tensor:
         found: Tensor = row["shift_labels"]
         return found
     return F.pad(row["labels"], (0, 1), value=IGNORED)[..., 1:]
-
-
-__all__ = ["FusedHead", "fused_head_of", "is_fused_head", "run_fused_head"]

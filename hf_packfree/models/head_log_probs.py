@@ -305,13 +305,3 @@ def _of_chunk(
         return run(x)
     outputs: tuple[Tensor | None, ...] = checkpoint(run, x, use_reentrant=False)
     return outputs
-
-
-__all__ = [
-    "Question",
-    "cap_of_logits",
-    "changed_logits",
-    "layer_log_probs",
-    "scale_of_logits",
-    "token_log_probs",
-]

@@ -35,6 +35,3 @@ class HeadWithRecord(OfCall):
         super().__init__(head)
         prefix = head.base_model_prefix
         vars(self)[prefix] = partial(getattr(head, prefix), packed_sequence=record)
-
-
-__all__ = ["RecordHead"]

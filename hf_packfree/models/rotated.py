@@ -108,6 +108,3 @@ def _rotate(
     turned = (rope(x.transpose(1, 2), cos, sin, backend=backend) for x in (q, k))
     rotated_q, rotated_k = (x.transpose(1, 2) for x in turned)
     return rotated_q, rotated_k
-
-
-__all__ = ["NAME", "angle_repeats", "with_our_rotation"]

@@ -55,6 +55,3 @@ def check_tree_layers(trunk: Any, packed: PackedSequence) -> None:
             f"found a tree of shared prefixes with attn_implementation={name!r}, which knows "
             "documents alone; wanted sdpa or eager; call model.set_attn_implementation('sdpa')"
         )
-
-
-__all__ = ["check_tree_call", "check_tree_layers"]

@@ -156,12 +156,3 @@ class _Forward:
             hidden_states=output.get("hidden_states"),
             attentions=output.get("attentions"),
         )
-
-
-__all__ = [
-    "HeadType",
-    "LogProbsOutput",
-    "is_verls_forward",
-    "run_verls_head",
-    "verls_forward_of",
-]

@@ -115,6 +115,3 @@ def _by_heads(
         **options,
     )
     return heads_to_tokens(out[0], shard.group)[None]
-
-
-__all__ = ["conv_delta_rule"]

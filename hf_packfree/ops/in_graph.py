@@ -137,6 +137,3 @@ def _record(offsets: bytes, device: torch.device) -> PackedSequence:
     # the record of a row of evaluation may be used in training afterwards
     with torch.inference_mode(False):
         return PackedSequence.from_lengths(ends[1:] - ends[:-1], device=device)
-
-
-__all__ = ["is_operator", "operator"]

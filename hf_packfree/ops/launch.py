@@ -153,6 +153,3 @@ def _assumes_no_more(compiled: Any) -> bool:
     return all(value is None or value == 1 for value in fixed) and all(
         attribute == _ASSUMED for attribute in assumed
     )
-
-
-__all__ = ["is_known", "launch"]

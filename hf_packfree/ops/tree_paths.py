@@ -359,11 +359,3 @@ def _tree(packed: PackedSequence) -> Tree:
 
 def _to(table: Tensor, device: torch.device) -> Tensor:
     return table.to(device, non_blocking=True)
-
-
-__all__ = [
-    "attend_along_paths",
-    "convolve_along_paths",
-    "delta_rule_along_paths",
-    "gather",
-]

@@ -60,6 +60,3 @@ def filled(packed: PackedSequence, tokens: int, documents: int, longest: int) ->
         bounded=True,
         _memo={},
     )
-
-
-__all__ = ["filled", "on_host"]

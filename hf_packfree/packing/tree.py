@@ -175,6 +175,3 @@ def _parents(given: Any, segments: int) -> tuple[int, ...]:
 
 def _short(values: Sequence[Any]) -> str:
     return f"[{', '.join(map(str, values[:8]))}{', ...' if len(values) > 8 else ''}]"
-
-
-__all__ = ["ROOT", "Size", "Tree", "TreeSizes", "refuse_tree"]

@@ -243,6 +243,3 @@ def _disagree(one: str, other: str) -> BoundaryConflict:
         f"found {one} and {other} that describe different trees; wanted the same segments and "
         "parents in both; build them from the same samples, or pass one of them"
     )
-
-
-__all__ = ["RECORD", "KEYWORDS", "has_tree", "resolve_tree", "take_tree"]

@@ -66,5 +66,3 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 2, "chunk_size": 32},
 }
-
-__all__ = ["TINY"]

@@ -75,6 +75,3 @@ def _meanwhile(thing: Any, values: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         vars(thing).update(before)
-
-
-__all__ = ["patched_for_async_grpo"]

@@ -101,6 +101,3 @@ def attend(
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, batch.real))
     return torch.cat(outputs).index_select(0, plan.order)[None]
-
-
-__all__ = ["attend"]

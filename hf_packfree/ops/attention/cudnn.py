@@ -102,6 +102,3 @@ def _runs_on(device: torch.device) -> bool:
         torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
     )
     return device.type == "cuda" and wanted
-
-
-__all__ = ["attend", "takes"]

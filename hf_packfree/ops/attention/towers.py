@@ -69,6 +69,3 @@ def tower_attention(
     """
     attend = OP.running(backend, segments)
     return attend(q, k, v, segments, scale=scale)  # type: ignore[no-any-return]
-
-
-__all__ = ["OP", "tower_attention"]

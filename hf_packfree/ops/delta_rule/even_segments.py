@@ -87,6 +87,3 @@ def cut_evenly(packed: PackedSequence, size: int) -> tuple[PackedSequence, Tenso
         bounded=True,
     )
     return record, firsts.to(device, non_blocking=True), table.to(device, non_blocking=True)
-
-
-__all__ = ["cut_evenly", "segment_size", "segments_of"]

@@ -337,6 +337,3 @@ class _Walk(Function):
         d_after = fold(transition, addend, None, segments.firsts, reverse=True)
         *gradients, _ = scans.walk_back(saved, before, d_out, d_after, segments)
         return *gradients, None, None
-
-
-__all__ = ["Scans", "Segments", "fold", "plan_segments", "walk_segments"]

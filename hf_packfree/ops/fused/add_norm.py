@@ -347,16 +347,3 @@ def _gradients(
 def _blocks(size: int) -> dict[str, int]:
     width = block_width(size)
     return {"WIDTH": width, "num_warps": min(max(width // 512, 1), 16)}
-
-
-__all__ = [
-    "NormOf",
-    "add_layer_norm",
-    "add_layer_norm_reference",
-    "add_norm",
-    "add_norm_reference",
-    "norm_of",
-    "remember",
-    "take_padded",
-    "want_spare_columns",
-]

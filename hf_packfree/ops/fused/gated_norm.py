@@ -178,6 +178,3 @@ def _sizes(x: Tensor) -> tuple[int, int]:
 def _blocks(x: Tensor, direction: str) -> dict[str, int]:
     """The `tl.constexpr` arguments of a kernel."""
     return {"ROWS": _ROWS[direction], "WIDTH": block_width(x.shape[-1]), "num_warps": 4}
-
-
-__all__ = ["gated_rms_norm", "gated_rms_norm_reference"]

@@ -44,6 +44,3 @@ class _GatedProduct(Function):
         # not in place: gradients may come in batches (vmap)
         d_gate = torch.ops.aten.silu_backward(d * up, gate) if needs_gate else None
         return d_gate, d * silu(gate) if needs_up else None
-
-
-__all__ = ["gated_product"]

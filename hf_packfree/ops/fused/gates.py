@@ -99,6 +99,3 @@ def _blocks(a: Tensor, b: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str
     rows = max(1, _BLOCK // width)
     sizes = (tokens, heads, a.stride(1), a.stride(2), b.stride(1), b.stride(2))
     return (-(-tokens // rows),), sizes, {"ROWS": rows, "WIDTH": width, "num_warps": 4}
-
-
-__all__ = ["gates", "gates_reference"]

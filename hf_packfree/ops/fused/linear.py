@@ -159,14 +159,3 @@ def _launch_narrow(x: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor])
         num_warps=4,
         num_stages=3,
     )
-
-
-__all__ = [
-    "COMPARED",
-    "NARROW",
-    "autocast_as_in_forward",
-    "linear_forward",
-    "narrow_linear",
-    "pad_rows",
-    "rows_of",
-]

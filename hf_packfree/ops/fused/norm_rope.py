@@ -125,6 +125,3 @@ def _sizes(x: Tensor, cos: Tensor) -> tuple[int, ...]:
 
 def _blocks(x: Tensor) -> dict[str, int]:
     return {"HEADS": x.shape[2], "WIDTH": block_width(x.shape[3]), "num_warps": 1}
-
-
-__all__ = ["norm_rope", "norm_rope_reference"]

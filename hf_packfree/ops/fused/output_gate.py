@@ -117,6 +117,3 @@ def _blocks(z: Tensor) -> tuple[tuple[int], tuple[int, ...], dict[str, int]]:
     rows = max(1, _BLOCK // width)
     sizes = (tokens, heads, size, z.stride(1), z.stride(2))
     return (-(-tokens * heads // rows),), sizes, {"ROWS": rows, "WIDTH": width, "num_warps": 4}
-
-
-__all__ = ["output_gate"]

@@ -36,6 +36,3 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
         num_warps=8,
     )
     return out
-
-
-__all__ = ["sum_partials"]

@@ -137,6 +137,3 @@ def _blocks(qkv: Tensor) -> dict[str, int]:
         "WIDTH": block_width(size),
         "num_warps": 4,
     }
-
-
-__all__ = ["qkv_rope", "qkv_rope_reference", "rope", "rope_reference"]

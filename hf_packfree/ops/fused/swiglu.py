@@ -131,6 +131,3 @@ def _run(kernel: Any, a: Tensor, *others: Any) -> None:
     block = min(block_width(width), _BLOCK)
     grid = (a.numel() // width * -(-width // block),)
     launch(kernel, grid, a, *others, width, BLOCK=block, num_warps=max(block // 256, 1))
-
-
-__all__ = ["swiglu_mlp"]

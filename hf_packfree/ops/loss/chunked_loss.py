@@ -255,16 +255,3 @@ def choose(x: Tensor, targets: Targets) -> tuple[Tensor, Tensor, Tensor | None]:
     if chosen is None:
         return x, targets.flat, None
     return x.index_select(0, chosen), targets.flat[chosen], chosen
-
-
-__all__ = [
-    "Gradients",
-    "LossBackend",
-    "Sums",
-    "Targets",
-    "choose",
-    "logits_in_chunks",
-    "loss_and_gradients",
-    "rows_of_a_chunk",
-    "scale_of",
-]

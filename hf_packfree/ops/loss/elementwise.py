@@ -216,15 +216,3 @@ class LazyGradient(LazyTensor):
                     gradient.following,
                 )
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-__all__ = [
-    "Elementwise",
-    "LazyGradient",
-    "LogitStep",
-    "after_steps",
-    "growth",
-    "head_of",
-    "origin_of",
-    "step_of",
-]

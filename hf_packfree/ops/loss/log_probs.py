@@ -360,6 +360,3 @@ def _multiplied(
             d_x = torch.zeros_like(x).index_copy_(0, chosen, d_x)
     d_weight = None if found.weight is None else scaled(found.weight, factor, weight)
     return d_x, d_weight, None if found.bias is None else scaled(found.bias, factor, bias)
-
-
-__all__ = ["OP", "Expected", "TokenLogProbs", "linear_log_probs"]

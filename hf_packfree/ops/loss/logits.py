@@ -390,6 +390,3 @@ class _Onward:
             for one in (found.weight, found.bias)
         )
         return d_x, d_weight, d_bias
-
-
-__all__ = ["LazyLogits", "head_scales", "lazy_logits", "loss_of", "scaled_from"]

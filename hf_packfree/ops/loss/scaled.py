@@ -41,6 +41,3 @@ def triton_scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
     if gradient.numel():
         launch(kernel, grid, gradient, factor.float(), out, gradient.numel(), BLOCK=_BLOCK)
     return out
-
-
-__all__ = ["Scaled", "scaled", "triton_scaled"]

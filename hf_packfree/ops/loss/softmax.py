@@ -89,6 +89,3 @@ def triton_softmax_gradient(
         num_warps=16,
     )
     return losses, logits if wanted else None
-
-
-__all__ = ["LogitScaling", "SoftmaxGradient", "softmax_gradient", "triton_softmax_gradient"]

@@ -205,16 +205,3 @@ def triton_differentiate(
         num_warps=8,
     )
     return logits
-
-
-__all__ = [
-    "Differentiate",
-    "Measure",
-    "Statistics",
-    "Wanted",
-    "differentiate",
-    "measure",
-    "measured",
-    "triton_differentiate",
-    "triton_measure",
-]
