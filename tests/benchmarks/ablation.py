@@ -12,7 +12,6 @@ off, the median in ms, and the ratio to the step with nothing off, both timed in
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +43,7 @@ from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.run_all import source
 from tests.benchmarks.shapes import SHAPES, TOKENS, batch_lengths, fixed_lengths, log_normal_lengths
-from tests.benchmarks.timing import Clock, rounded
+from tests.benchmarks.timing import Clock, parser_of, rounded
 from tests.support import runner_of
 
 Off = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -234,12 +233,7 @@ def workloads(tiny: bool) -> Iterator[Work]:
 
 def main() -> None:
     """Time the chosen workloads."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     clock = Clock(options.device, warmup=4, least=5.0, longest=20.0, shortest=500.0)
     write(

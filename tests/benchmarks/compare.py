@@ -40,7 +40,7 @@ from tests.benchmarks.shapes import (
     fixed_lengths,
     log_normal_lengths,
 )
-from tests.benchmarks.timing import Clock, asks_for, failure, free, rounded
+from tests.benchmarks.timing import Clock, asks_for, failure, free, parser_of, rounded
 
 TREES = ("before", "after")
 PACKFREE, LIGER = Variant(), Variant(liger="before")
@@ -75,14 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="the root of the other tree")
     parser.add_argument("--after", type=Path, default=ROOT, help="this tree if not given")
-    parser.add_argument("--out", type=Path, required=True, help="folder for compare.jsonl")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="", help="regular expression searched in a row's name")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="tiny models and rows")
     parser.add_argument("--tree", choices=TREES, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -13,7 +13,6 @@ what rounding alone does: the same documents in every row, in the other order.
 from __future__ import annotations
 
 import argparse
-import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,12 +26,12 @@ from torch import Tensor, nn
 
 from hf_packfree import apply_patches, remove_patches
 from hf_packfree.parallel import ContextParallel
-from tests.benchmarks.context_parallel_ranks import group_of
+from tests.benchmarks.context_parallel_ranks import group_of, results_of_ranks
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import build, what_runs
 from tests.benchmarks.report import ROOT
 from tests.benchmarks.shapes import SHAPES
-from tests.benchmarks.timing import Results, end_if_failed, free, read_lines
+from tests.benchmarks.timing import end_if_failed, free, read_lines
 
 LONGEST, SHORTEST = 8192, 512
 PLOT = ROOT / "docs/context_parallel.png"
@@ -143,11 +142,8 @@ def main() -> None:
     narrow = SHAPES["tiny" if options.tiny else "2b"]
     shape = replace(narrow, layers=4, sizes={**narrow.sizes, "vocab_size": 256})
     steps, tokens = (6, 600) if options.tiny else (200, 32768)
-    with group_of(options.device) as rank:
-        results = Results(options.out / "context_parallel_curves.jsonl", resume=options.resume)
-        dist.barrier()
-        if rank:
-            results.path = Path(os.devnull)
+    with group_of(options.device):
+        results = results_of_ranks(options.out, "context_parallel_curves", resume=options.resume)
         results.add({"workload": "machine", "variant": "", **machine(options.device)})
         batches, both = rows(steps, tokens), dist.group.WORLD
         trained = partial(train, shape, batches, device=options.device)

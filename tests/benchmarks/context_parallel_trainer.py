@@ -10,14 +10,12 @@ median of the last steps, "losses" are what the Trainer logged, which FSDP2 roun
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +28,11 @@ from transformers import (
 
 from hf_packfree import PackFreeCallback, patch_report
 from hf_packfree.parallel.accelerate import cut_rows_again
-from tests.benchmarks.context_parallel_ranks import group_of
+from tests.benchmarks.context_parallel_ranks import group_of, results_of_ranks
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import build, put_lora_on
 from tests.benchmarks.shapes import SHAPES
-from tests.benchmarks.timing import Results, end_if_failed, free
+from tests.benchmarks.timing import end_if_failed, free, parser_of
 from tests.benchmarks.trainers import StepTimes
 
 STEPS, WARMUP, DOCUMENTS = 6, 3, 8
@@ -130,19 +128,13 @@ def on(device: str) -> Iterator[None]:
 
 def main() -> None:
     """Measure the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="see context_parallel.py")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--resume", action="store_true", help="leave out rows that the file holds")
     options = parser.parse_args()
-    with group_of(options.device) as rank, on(options.device):
-        path = options.out / "context_parallel_trainer.jsonl"
-        results = Results(path, only=options.only, resume=options.resume)
-        dist.barrier()
-        if rank:
-            results.path = Path(os.devnull)
+    with group_of(options.device), on(options.device):
+        results = results_of_ranks(
+            options.out, "context_parallel_trainer", options.only, resume=options.resume
+        )
         results.add({"workload": "machine", "variant": "", **machine(options.device)})
         for kind in ("full", "recomputed", "lora"):
             for way in WAYS:

@@ -14,12 +14,10 @@ their name how they are wrapped.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -36,7 +34,7 @@ from tests.benchmarks.context_parallel_ranks import Bench, group_of, results_of_
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, variant_of, what_runs
 from tests.benchmarks.shapes import SHAPES, TOKENS, log_normal_lengths
-from tests.benchmarks.timing import Clock, end_if_failed
+from tests.benchmarks.timing import Clock, end_if_failed, parser_of
 from tests.benchmarks.workloads import COMPOSED, PACKFREE, PUT_IN, STANDS_IN, UNPATCHED_CONV
 
 
@@ -228,11 +226,7 @@ def weights_of(row: Row) -> str:
 
 def main() -> None:
     """Measure the chosen rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for fsdp2.jsonl")
-    parser.add_argument("--only", default="", help="searched in 'workload variant'")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, short rows")
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--resume", action="store_true", help="leave out rows that the file holds")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """What the host does to enqueue one layer, forward and backward: where a short step waits for it.
 
-    python -m tests.benchmarks.host --out DIR [--only REGEX] [--seconds 240] [--tokens 2048]
+    python -m tests.benchmarks.host --out DIR [--only REGEX] [--minutes 4] [--tokens 2048]
     python -m tests.benchmarks.host --out DIR --device cpu --tiny      # a trial of the script itself
 
 One layer of each kind of the 2B shape on a packed row, its plans made. "frames" and "c_calls" are
@@ -14,7 +14,6 @@ what it calls; "frames_in" those that most calls are made in.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import sys
 import time
@@ -36,7 +35,7 @@ from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.profiling import kernels_of
 from tests.benchmarks.shapes import SHAPES, Shape, log_normal_lengths
-from tests.benchmarks.timing import Results
+from tests.benchmarks.timing import Results, parser_of
 from tests.benchmarks.workloads import PACKFREE
 
 VARIANTS = {"packfree": PACKFREE, "packfree, LoRA": Variant(lora="fp32")}
@@ -213,15 +212,10 @@ def rows(results: Results, shape: Shape, device: str, lengths: list[int]) -> Non
 
 def main() -> None:
     """Measure and write `host.jsonl`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for host.jsonl")
-    parser.add_argument("--only", default="", help="searched in 'layer variant'")
-    parser.add_argument("--seconds", type=float, default=1e9)
+    parser = parser_of(__doc__, minutes=1e9)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, 64 tokens")
     options = parser.parse_args()
-    results = Results(options.out / "host.jsonl", options.seconds / 60, options.only)
+    results = Results(options.out / "host.jsonl", options.minutes, options.only)
     results.add({"workload": "machine", "variant": "", **machine(options.device)})
     lengths = log_normal_lengths(64 if options.tiny else options.tokens)
     # one of each kind is enough

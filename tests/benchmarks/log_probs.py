@@ -13,10 +13,8 @@ there is a row with its error.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from hf_packfree.ops.loss import Expected, Wanted, linear_cross_entropy, linear_log_probs
 from tests.benchmarks.machine import machine
-from tests.benchmarks.timing import Clock, Results
+from tests.benchmarks.timing import Clock, Results, parser_of
 from tests.support import relative_rms
 
 SHAPES = {"8k": (8192, 248320, 2048), "32k": (32768, 248320, 2048)}
@@ -37,13 +35,7 @@ Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 def main() -> None:
     """Time the chosen rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    options = parser_of(__doc__, minutes=9).parse_args()
     results = Results(options.out / "log_probs.jsonl", minutes=options.minutes, only=options.only)
     results.add({"workload": "machine", "variant": "", **machine(options.device)})
     clock = Clock(options.device, least=0.4, longest=0.8)

@@ -13,10 +13,8 @@ relative RMS of values and of the worst gradient.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from hf_packfree.ops.delta_rule.segments import Segments, fold, plan_segments, w
 from hf_packfree.ops.delta_rule.torch_chunked import TorchScans
 from hf_packfree.ops.fla_support import CHUNK
 from hf_packfree.packing import PackedSequence
-from tests.benchmarks.timing import Clock, Results
+from tests.benchmarks.timing import Clock, Results, parser_of
 from tests.support import relative_rms
 
 CUTS = (6, 8, 16, 24, 32)
@@ -49,13 +47,7 @@ SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION
 
 def main() -> None:
     """Time the chosen rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    options = parser_of(__doc__, minutes=8).parse_args()
     results = Results(
         options.out / "long_documents.jsonl", minutes=options.minutes, only=options.only
     )

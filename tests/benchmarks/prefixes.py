@@ -23,12 +23,10 @@ which its default policy does for larger savings than these.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +41,7 @@ from tests.benchmarks.batches import random_tokens
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape, configuration
-from tests.benchmarks.timing import Clock, Results, failure, free
+from tests.benchmarks.timing import Clock, Results, failure, free, parser_of
 from tests.benchmarks.workloads import COMPOSED, PACKFREE, UNPATCHED_CONV
 
 TREE, PACKED, OTHER = "packfree tree", "packfree packed", "tree-recurrence"
@@ -313,13 +311,7 @@ def _dtype(device: str) -> torch.dtype:
 
 def main() -> None:
     """Measure the chosen rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for prefixes.jsonl")
-    parser.add_argument("--only", default="", help="searched in 'workload variant'")
-    parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, short samples")
-    options = parser.parse_args()
+    options = parser_of(__doc__, minutes=1e9).parse_args()
     results = Results(options.out / "prefixes.jsonl", options.minutes, options.only)
     results.add({"workload": "machine", "variant": "", **machine(options.device)})
     clock = Clock(options.device, warmup=2, least=1.5, longest=8.0)

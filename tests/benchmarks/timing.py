@@ -6,6 +6,7 @@ Times in ms, memory in GiB. Imports nothing of the package: other engines are ti
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -126,6 +127,20 @@ class Clock:
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+def parser_of(script: str | None, *, minutes: float | None = None) -> argparse.ArgumentParser:
+    """Return the options that scripts share, given the script's docstring; with `minutes`, that many
+    by default, also `--minutes`.
+    """
+    parser = argparse.ArgumentParser(description=(script or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON lines")
+    parser.add_argument("--only", default="", help="searched in 'workload variant'")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="tiny models and rows")
+    if minutes is not None:
+        parser.add_argument("--minutes", type=float, default=minutes)
+    return parser
 
 
 @dataclass

@@ -16,14 +16,12 @@ recomputes layers by default, the Trainer does not. "logged" is what the last lo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import tempfile
 import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,7 +34,7 @@ from hf_packfree.graphs import runner
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, put_lora_on, quantise, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape, log_normal_lengths
-from tests.benchmarks.timing import Results, free
+from tests.benchmarks.timing import Results, free, parser_of
 from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
 
 WARMUP = 10
@@ -293,13 +291,7 @@ def timed(ends: list[float], data: Data, device: str) -> dict[str, Any]:
 
 def main() -> None:
     """Measure the chosen rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for trainers.jsonl")
-    parser.add_argument("--only", default="", help="searched in 'workload variant'")
-    parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, short documents")
-    options = parser.parse_args()
+    options = parser_of(__doc__, minutes=1e9).parse_args()
     shape = SHAPES["tiny" if options.tiny else "2b"]
     results = Results(options.out / "trainers.jsonl", options.minutes, options.only)
     results.add({"workload": "machine", "variant": "", **machine(options.device)})

@@ -31,7 +31,6 @@ Unsloth's trainer with its loop, else the comparison is not fair.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import platform
 import statistics
@@ -58,7 +57,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from tests.benchmarks.shapes import SHAPES, Shape, configuration, log_normal_lengths
-from tests.benchmarks.timing import Clock, Results
+from tests.benchmarks.timing import Clock, Results, parser_of
 from tests.benchmarks.unsloth_engines import (
     ENGINES,
     TOKENS,
@@ -273,15 +272,10 @@ def measured(engine: Any, measure: Callable[[], dict[str, Any]]) -> dict[str, An
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Save the checkpoint, or measure an engine's rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, minutes=1e9)
     parser.add_argument("--engine", required=True, choices=["prepare", *ENGINES])
-    parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl")
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--only", default="", help="searched in 'workload variant'")
-    parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--trained", default="lora", choices=TRAINED)
-    parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     if options.engine == "prepare":
         return prepare(options.work, SHAPES["tiny" if options.tiny else "2b"], options.device)
