@@ -78,17 +78,11 @@ def _parse(
     if tuple(mask.shape) != shape and not per_pair:
         raise wrong_shape(name, mask, shape, "(B, S), or (B, 1, S, S)")
     if mask.ndim == 2:
-        return parse_padding_mask(mask, shape, name=name, covers=covers)
-    return parse_block_diagonal_mask(mask, shape, name=name, cached=cached)
+        return _parse_padding(name, mask, covers)
+    return _parse_blocks(name, mask, shape, cached)
 
 
-def parse_padding_mask(
-    mask: Tensor,
-    shape: tuple[int, int],
-    *,
-    name: str = "attention_mask",
-    covers: frozenset[str] = EVERYWHERE,
-) -> BoundarySpec:
+def _parse_padding(name: str, mask: Tensor, covers: frozenset[str]) -> BoundarySpec:
     """Parse a 2-D mask [B, S]: 0/1 marks padding; an indexed mask (1, 1, 2, 2, 0) also numbers the
     documents.
 
@@ -110,9 +104,7 @@ def parse_padding_mask(
     return BoundarySpec(name, whole > 0, whole, as_upstream=False)
 
 
-def parse_block_diagonal_mask(
-    mask: Tensor, shape: tuple[int, int], *, name: str = "attention_mask", cached: bool = False
-) -> BoundarySpec:
+def _parse_blocks(name: str, mask: Tensor, shape: tuple[int, int], cached: bool) -> BoundarySpec:
     """Parse a 4-D mask [B or 1, heads or 1, S, S], bool or additive: blocks on its diagonal are
     documents.
 
