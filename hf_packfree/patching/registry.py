@@ -38,27 +38,19 @@ _ATTENTION = Mixer("full_attention", "self_attn", "Attention", ("attention", "fu
 _SHORT_CONV = Mixer("conv", "conv", "ShortConv", ("conv",))
 
 ROWS: tuple[Family, ...] = (
-    with_file(
-        "qwen3_5",
-        "Qwen3_5",
-        _GATED_DELTA_NET,
-        _ATTENTION,
-        text="TextModel",
-        fused_layer=True,
-        vision_language="Model",
-        towers=(vision_tower(),),
-        predicts_ahead=True,
-    ),
-    with_file(
-        "qwen3_5_moe",
-        "Qwen3_5Moe",
-        _GATED_DELTA_NET,
-        _ATTENTION,
-        text="TextModel",
-        fused_layer=True,
-        vision_language="Model",
-        towers=(vision_tower(),),
-        predicts_ahead=True,
+    *(
+        with_file(
+            name,
+            classes,
+            _GATED_DELTA_NET,
+            _ATTENTION,
+            text="TextModel",
+            fused_layer=True,
+            vision_language="Model",
+            towers=(vision_tower(),),
+            predicts_ahead=True,
+        )
+        for name, classes in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
     ),
     with_file(
         "qwen3_next",
