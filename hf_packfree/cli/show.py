@@ -110,7 +110,7 @@ def sentence_of(report: PackingReport) -> str:
 
 
 @contextmanager
-def bars(silent: bool = False) -> Iterator[Callable[..., None]]:
+def bars(silent: bool) -> Iterator[Callable[..., None]]:
     """Show a bar per stage during the block, or now and then a line if stderr is no terminal;
     yields `move(stage, done, total, note)`, which moves the bars.
     """

@@ -136,9 +136,9 @@ def read_call(
     call: Call,
     inputs: PackingInputs,
     *,
-    drop_padding: bool = False,
+    drop_padding: bool,
+    unpacked: bool,
     drop_all: bool = False,
-    unpacked: bool = False,
     meanwhile: Meanwhile | None = None,
 ) -> PackedSequence | None:
     """Build the record of one forward, or return None where upstream is exact.
@@ -147,8 +147,8 @@ def read_call(
         call: the call of the forward.
         inputs: the arguments that can describe documents.
         drop_padding: also build a record for padded rows of one document.
-        drop_all: also build a record for a batch of nothing but padding.
         unpacked: also build a record for rows of one document without padding.
+        drop_all: also build a record for a batch of nothing but padding.
         meanwhile: see `resolve_boundaries`.
 
     Raises:

@@ -60,7 +60,7 @@ def refuse_other_ranks(
         ),
     }
     refuse_disagreement(
-        settings.remembered("setup", lambda: _setup_of_all(head, settings)),
+        settings.setup(lambda: _setup_of_all(head, settings)),
         counts,
         contents,
         settings.group,

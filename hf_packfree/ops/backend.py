@@ -212,8 +212,8 @@ def needs_half(target: Target) -> str | None:
     return None if target.dtype in HALF else f"it runs in bfloat16 and float16, this is {found}"
 
 
-def refuse_wide(op: str, kernel: str, *inputs: Tensor) -> None:
-    """Refuse inputs that a kernel of half precision cannot run.
+def refuse_wide(kernel: str, *inputs: Tensor) -> None:
+    """Refuse inputs that an attention kernel of half precision cannot run.
 
     Raises:
         BackendUnavailable: they are not all bfloat16, or all float16.
@@ -221,10 +221,10 @@ def refuse_wide(op: str, kernel: str, *inputs: Tensor) -> None:
     found = {x.dtype for x in inputs}
     if len(found) > 1 or not found <= set(HALF):
         raise BackendUnavailable(
-            f"found {' and '.join(sorted(map(str, found)))} for the {kernel} {op} kernels; wanted "
-            f"bfloat16 or float16 "
-            f"throughout; train in half precision or under autocast, or call apply_patches(model, "
-            f"backend={{{op!r}: 'torch'}})"
+            f"found {' and '.join(sorted(map(str, found)))} for the {kernel} attention kernels; "
+            "wanted bfloat16 or float16 throughout; train in half precision or under autocast, or "
+            "call apply_patches(model, "
+            "backend={'attention': 'torch'})"
         )
 
 

@@ -84,7 +84,7 @@ def media_offsets(input_ids: Tensor, cu_seqlens: Tensor, media: Media) -> Tensor
             f"{media.name} {int(items[-1])} belongs to no document; wanted the features of what is "
             "in the row alone; pass the media of these documents, in their order"
         )
-    _check_runs(media, offsets, place, counted, items)
+    _check_runs(media, offsets, place, counted)
     return items
 
 
@@ -111,9 +111,7 @@ def _wrong_count(
     )
 
 
-def _check_runs(
-    media: Media, offsets: Tensor, place: Tensor, counted: Tensor, items: Tensor
-) -> None:
+def _check_runs(media: Media, offsets: Tensor, place: Tensor, counted: Tensor) -> None:
     """Refuse runs of placeholders that end inside an item: two items in wrong order have the
     right sum.
     """

@@ -47,7 +47,7 @@ class ContextParallel:
     attention: Attention = "auto"
     why: str = field(default="", compare=False, repr=False)
     ways: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    _memo: dict[str, str] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _setup: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Replace a mesh by its group; refuse unknown values of options."""
@@ -81,13 +81,11 @@ class ContextParallel:
         """Return what ranks exchange, and why, as a sentence."""
         return f"{self.world} ranks share each row: {self.why or 'not chosen yet how'}"
 
-    def remembered(self, name: str, find: Callable[[], str]) -> str:
-        """Return the text that `find` returns, called once for each name; settings belong to one
-        model.
-        """
-        if name not in self._memo:
-            self._memo[name] = find()
-        return self._memo[name]
+    def setup(self, find: Callable[[], str]) -> str:
+        """Return the setup that `find` returns, called once; settings belong to one model."""
+        if not self._setup:
+            self._setup.append(find())
+        return self._setup[0]
 
     def __deepcopy__(self, memo: Any) -> ContextParallel:
         """Return these settings: a copy of a model is in the same group, and process groups cannot

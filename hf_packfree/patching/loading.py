@@ -166,7 +166,7 @@ def register_patches(
 
 
 def _swap_around(
-    module: nn.Module, name: str, submodule: nn.Module | None, *, mtp: MTPOptions | None = None
+    module: nn.Module, name: str, submodule: nn.Module | None, *, mtp: MTPOptions | None
 ) -> None:
     """Swap the modules around a patched text model; torch calls this whenever a module gets a
     child.

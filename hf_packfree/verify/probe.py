@@ -52,9 +52,9 @@ class Probe:
         lengths: tuple[int, ...],
         gradients: bool,
         seed: int,
-        reference: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        masked: bool = False,
-        parents: Sequence[int | None] | None = None,
+        reference: Callable[[], AbstractContextManager[Any]],
+        masked: bool,
+        parents: Sequence[int | None] | None,
     ) -> None:
         self.reference = reference
         self.gradients = gradients

@@ -69,7 +69,7 @@ def attend(
     """
     # on a CPU, in Triton's interpreter, any dtype runs
     if q.is_cuda:
-        refuse_wide("attention", "Triton", q, k, v)
+        refuse_wide("Triton", q, k, v)
     q, k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in (q, k, v))
     if reach(q, k, v, packed.max_seqlen) > 2**31:
         raise BackendUnavailable(

@@ -59,7 +59,7 @@ def attend(
     have more keys than queries, which are then those of their last tokens. Where keys and values
     differ in size, the narrower are padded with channels of zero.
     """
-    refuse_wide("attention", "varlen", q, k, v)
+    refuse_wide("varlen", q, k, v)
     from torch.nn.attention.varlen import varlen_attn
 
     scale, size = q.shape[3] ** -0.5 if scale is None else scale, v.shape[3]

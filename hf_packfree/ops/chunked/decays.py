@@ -29,7 +29,7 @@ class Decays(NamedTuple):
     pairs: Tensor
 
 
-def make_decays(g: Tensor, space: Scratch, tag: str = "") -> Decays:
+def make_decays(g: Tensor, space: Scratch, tag: str) -> Decays:
     """Exponentiate the log decays g [R, C, 1]; `tag` names the buffer.
 
     G_i - G_j is summed from the decays between the two tokens alone: subtracting cumulative sums
