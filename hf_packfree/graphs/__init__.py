@@ -6,12 +6,14 @@ launches all of them at once, with the addresses and sizes of the capture. So ev
 differs from row to row (offsets, plans, positions, embeddings) is data at fixed addresses, of fixed
 sizes:
 
+- `bucketing`: which graph a row is for, and when it is captured.
 - `bucket`: a row is padded to a bucket's tokens by one document at its end, and offsets and plans
   to a fixed size. So are the rows that operations build from a tree: its paths, and each of its
   levels.
 - `captured_sequence`: every plan that a captured kernel reads is computed for each row and written
   where the kernel reads it. A row whose plan has another size or kind, or whose layers need other
-  facts on the host, runs without the graph.
+  facts on the host, runs without the graph. `captured` is a graph with its plans, which `unread`
+  writes before the host has read the row's documents.
 - `capture`: the graphs of a bucket, forward and backward, and their place in autograd. `parts`: the
   backward pass is several graphs, so that DDP reduces gradients while others are computed.
 - `gradient_buffers`: gradients of parameters that leave the backward graph without a copy.

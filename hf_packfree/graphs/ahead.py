@@ -108,7 +108,7 @@ class Ahead:
         self._embedded = None
 
     def drop_result(self) -> None:
-        """Forget a replay whose result nobody takes."""
+        """Forget a replay whose result nobody takes; its row's embeddings are kept."""
         if self._launched is not None:
             self._credit -= 1
             self._launched.pool.join()

@@ -1,8 +1,9 @@
 """Differences between releases of transformers that our code depends on: a constant for each, with
 the release that ends the difference.
 
-Nothing else in this package reads transformers' version. When the oldest supported release reaches
-the one in a constant, delete the constant and the code for older releases.
+Nothing else in this package compares transformers' version, but for `hf_packfree.data` before it
+renders a document. When the oldest supported release reaches the one in a constant, delete the
+constant and the code for older releases.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@ specialisation of the arguments.
 
 Specialisation costs the host time at every launch, and a step of a few thousand tokens, with
 hundreds of launches, waits for the host: 12% of a step of 4,096 tokens on an H200
-(docs/performance.md). It
-calls a private interface of Triton, which tests/ops/triton/test_launch.py compares with Triton's
-own launch. Settings of Triton that change later (device asserts, instrumentation by its profiler)
-do not reach kernels that were launched before.
+(docs/performance.md). It calls a private interface of Triton, which
+tests/ops/triton/test_launch.py compares with Triton's own launch. Settings of Triton that change
+later (device asserts, instrumentation by its profiler) do not reach kernels that were launched
+before.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def first_batch_influence(
     Args:
         module: a patched text model, such as Qwen3_5TextModel, or the module with towers: a
             vision-language model, such as Qwen3_5Model, or the whole thinker in transformers before
-            5.22.
+            5.21.
         args, kwargs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, H], and the
             boundaries.
 
