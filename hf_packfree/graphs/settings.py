@@ -39,9 +39,13 @@ class Settings:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._modules = [part for _, part in _parts(module)]
+        self._classes: list[Any] = [*map(type, self._modules)]
+        # a class may be given another forward, too
+        self._forwards = [(cls, cls.forward) for cls in {*self._classes}]
         found = [
             found
-            for _, part in _parts(module)
+            for part in self._modules
             for found in chain((vars(part),), _containers(vars(part)))
         ]
         # most dictionaries are empty, such as those of hooks
@@ -86,6 +90,8 @@ class Settings:
             return False
         return (
             same
+            and [*map(type, self._modules)] == self._classes
+            and all(cls.forward == forward for cls, forward in self._forwards)
             and all(each[name] is value for each, name, value in self._numbers)
             and len(constants) == len(self._constants)
             and all(map(is_, constants, self._constants))

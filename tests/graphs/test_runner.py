@@ -53,6 +53,11 @@ UNBOUNDED = captured_layers._unbounded
 ROWS = (30, 20, 7), (9, 9, 9, 9, 21), (56, 1), (3, 50)
 
 
+def derive(module):
+    """As libraries do that swap classes."""
+    module.__class__ = type("Derived", (type(module),), {})
+
+
 def inputs_of(lengths, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -246,8 +251,9 @@ def test_gradients_lie_in_the_graph_s_memory_and_outlive_the_next_row(model):
         lambda model: setattr(model.base_model.layers[0], "scaling", 2.0),
         lambda model: model.base_model.layers[0].eval(),
         lambda model: setattr(model.base_model.norm, "weight", torch.nn.Parameter(torch.ones(64))),
+        lambda model: derive(model.base_model.layers[0].mlp),
     ],
-    ids=["frozen", "dtype", "hook", "setting", "mode", "weight"],
+    ids=["frozen", "dtype", "hook", "setting", "mode", "weight", "class"],
 )
 def test_what_a_graph_depends_on(model, change):
     settings = Settings(model.base_model)
@@ -255,6 +261,16 @@ def test_what_a_graph_depends_on(model, change):
     change(model)
     assert not settings.hold()
     assert Settings(model.base_model).hold()
+
+
+def test_another_forward_of_a_class_counts(model, monkeypatch):
+    """As libraries replace it for all models at once."""
+    settings, mlp = Settings(model.base_model), type(model.base_model.layers[0].mlp)
+    before = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda *args: before(*args))
+    assert not settings.hold()
+    monkeypatch.undo()
+    assert settings.hold()
 
 
 def test_hooks_of_parameters_run_once(model):
