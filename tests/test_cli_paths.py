@@ -87,7 +87,7 @@ def test_numbers_are_shown_when_drawing_fails(capsys, tmp_path, monkeypatch):
     assert main([*TINY, "--png", str(tmp_path / "picture.png")]) == 2
     out, err = capsys.readouterr()
     assert (
-        "of the peak memory" in out
+        "of the peak memory." in out
         and "Drawn into" not in out
         and err.strip() == "packfree: no space left"
     )

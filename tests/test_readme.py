@@ -411,7 +411,9 @@ def test_troubleshooting_quotes_what_is_said_and_names_every_error():
     warnings, problems = page.split("## Errors")
     rows = re.findall(r"^\| (.+?) \| (.+?) \|", warnings + problems, re.M)[2:]
     for says, means in rows:
-        theirs = re.search(r"'s? own|bitsandbytes|too long|broken environment", means)
+        theirs = re.search(
+            r"(transformers'|TRL's|PEFT's) own|bitsandbytes|too long|broken environment", means
+        )
         quoted = [] if theirs else re.findall(r"`([^`]+)`", says)
         for fragment in (
             part.strip() for text in quoted for part in re.split(r"\.\.\.|\bN\b", text)
