@@ -69,6 +69,9 @@ PRIVATE = {
         "torch 2.13", "which operators write into lazy logits", "torch.ops.aten.add_.Tensor"
     ),
     "_to_copy": Private("torch 2.13", "lazy logits change dtype without being made"),
+    "_foreach_copy_": Private(
+        "torch 2.13", "a layer's gathered weights are copied by one kernel", "torch"
+    ),
     "_version": Private("torch 2.13", "what was changed in place is noticed", "torch.Tensor"),
     "_modules": Private("torch 2.13", "modules are swapped and called by name", "torch.nn.Module"),
     "_parameters": Private(

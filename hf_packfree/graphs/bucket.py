@@ -5,12 +5,13 @@ that their tensors have the same sizes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_packfree.packing import PackedSequence
-from hf_packfree.packing.bounded import filled
+from hf_packfree.packing.bounded import filled, on_host
 from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.tree import Size, Tree, TreeSizes
 
@@ -152,3 +153,13 @@ def lengthened_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Return a row's embeddings [1, T, D] and positions [..., 1, T], padded likewise."""
     return lengthened(embeddings, bucket, 1), lengthened(positions, bucket, positions.ndim - 1)
+
+
+def in_bucket_on(packed: PackedSequence, bucket: Bucket, device: torch.device) -> PackedSequence:
+    """Return `in_bucket`'s record on a device."""
+    return in_bucket(on_host(packed), bucket).to(device)
+
+
+def kind_of(embeddings: Tensor, positions: Tensor) -> Any:
+    """Return what, apart from the bucket, decides which graph runs a row."""
+    return positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad

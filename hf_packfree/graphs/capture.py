@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,12 @@ class Row:
     may not be replayed again.
 
     Args:
-        out: the function's value, which `_Replay.forward` takes out.
         parts: of the backward pass, of which `left` are still to run.
+        out: the function's value, which `_Replay.forward` takes out.
     """
 
-    def __init__(self, out: Tensor, parts: int) -> None:
-        self.out: Tensor | None = out
-        self.left = parts
+    def __init__(self, parts: int, out: Tensor | None = None) -> None:
+        self.left, self.out = parts, out
 
 
 class CaptureStream:
@@ -206,6 +205,10 @@ class Graph:
         row = self._row()
         return row is None or row.left == 0
 
+    def take_back(self) -> bool:
+        """See `GradientBuffers.take_back`."""
+        return self.gradients.take_back()
+
     @torch.no_grad()
     def launch(self, inputs: Sequence[Tensor], beside: Pool | None = None) -> None:
         """Replay the forward graph on these inputs, `beside` the current stream, see `Pool`."""
@@ -218,7 +221,7 @@ class Graph:
         """Return a copy of the function's value after `launch` with the same inputs, and its place
         in autograd, which takes the host time for every parameter: the GPU runs meanwhile.
         """
-        row = Row(self.out.clone(), len(self.parts))
+        row = Row(len(self.parts), self.out.clone())
         self._row = weakref.ref(row)
         leaves = self._leaves(inputs, self.parameters)
         link: Any = None
@@ -313,6 +316,19 @@ def forget_failed_capture(device: torch.device) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
+def refuse_second() -> NoReturn:
+    """Refuse a second backward pass.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "found a second backward pass through one forward pass, whose values a CUDA graph "
+        "no longer has; wanted one; pass cuda_graphs='never' to PackFreeCallback or "
+        "apply_patches for losses that need more"
+    )
+
+
 def free_memory(device: torch.device) -> float:
     """Return which share of the GPU's memory nobody holds, 0 to 1."""
     free, total = torch.cuda.mem_get_info(device)
@@ -347,11 +363,7 @@ class _Replay(Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         row, number = ctx.row, ctx.number
         if row.left != len(ctx.graph.parts) - number:
-            raise RuntimeError(
-                "found a second backward pass through one forward pass, whose values a CUDA graph "
-                "no longer has; wanted one; pass cuda_graphs='never' to PackFreeCallback or "
-                "apply_patches for losses that need more"
-            )
+            refuse_second()
         row.left -= 1
         d_link = d_out.new_empty(0) if ctx.is_linked else None
         return None, None, None, d_link, *ctx.graph.run_backward(number, d_out)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hf_packfree.graphs.bucket import Bucket, in_bucket
 from hf_packfree.graphs.capture import Graph
 from hf_packfree.graphs.captured_sequence import CapturedSequence
+from hf_packfree.graphs.layer_graphs import LayerGraphs
 from hf_packfree.graphs.unread import Plans
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
@@ -20,7 +21,7 @@ class Captured:
         plans: write the record's on the device; None where only the host can make them.
     """
 
-    graph: Graph
+    graph: Graph | LayerGraphs
     packed: CapturedSequence
     plans: Plans | None = None
 

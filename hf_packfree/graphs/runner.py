@@ -14,40 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.errors import ran_out
-from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.ahead import Ahead, Inputs, Launched, places_of, widest
-from hf_packfree.graphs.bucket import Bucket, in_bucket, lengthened_inputs
+from hf_packfree.graphs.bucket import in_bucket_on, kind_of, lengthened_inputs
 from hf_packfree.graphs.bucketing import CHANGES, MOST, Bucketing, alike, in_longer
-from hf_packfree.graphs.capture import (
-    CaptureStream,
-    Graph,
-    Pool,
-    forget_failed_capture,
-    free_memory,
-    in_the_place_of,
-)
+from hf_packfree.graphs.by_layer import ByLayer, are_sharded
+from hf_packfree.graphs.capture import CaptureStream, Pool, forget_failed_capture, free_memory
 from hf_packfree.graphs.captured import Captured
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable, OtherPlan
-from hf_packfree.graphs.parts import layers_to_cut_at
-from hf_packfree.graphs.settings import Settings, switches_of, why_not, why_not_row
+from hf_packfree.graphs.layer_graphs import LayerGraphs
+from hf_packfree.graphs.settings import Settings, switches_of, why_not_row
 from hf_packfree.graphs.unread import plans_of
+from hf_packfree.graphs.whole import Layers, Whole
 from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
-from hf_packfree.packing.bounded import on_host
 
 logger = logging.getLogger("hf_packfree")
 SPARE = 1 / 8
 """The share of the GPU's memory that a graph leaves to what is not captured: loss, optimizer,
 evaluation. A graph's memory is its own from then on.
 """
-SPARE_OF_COPIES = 1 / 4
-"""The share of the GPU's memory that rounded copies of weights leave, to graphs among others."""
 Embed = Callable[[Tensor], Tensor]
 """Takes a row's ids [1, T], or its embeddings; returns its embeddings, [1, T, D]."""
-Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
-"""The layers of a text model: embeddings [1, T, D], positions [..., 1, T] and the record, to the
-last hidden states [1, T, D].
-"""
 
 
 @dataclass(eq=False, repr=False)
@@ -76,6 +63,7 @@ class Runner:
     given: torch.dtype | None = None
     rounded: RoundedWeights = field(default_factory=RoundedWeights)
     _bucketing: Bucketing = field(default_factory=Bucketing)
+    _way: Whole | ByLayer | None = None
     _settings: Settings | None = None
     _switches: Any = None
     _switches_before: Any = None
@@ -111,10 +99,10 @@ class Runner:
             self.ahead.drop_result()
             self._drop()
             self._bucketing.start_anew()
-            self._settings, self._switches_before = Settings(trunk), self._switches
-            self.rounded = RoundedWeights(trunk.parameters())
+            self._way = (ByLayer if are_sharded(trunk) else Whole)(trunk)
+            self._settings, self._switches_before = self._way.settings, self._switches
+            self._why_not, self.rounded = self._way.why_not, self._way.rounded
             self._changes += 1
-            self._why_not = why_not(trunk)
         if self._changes > CHANGES + self.replayed // CHANGES:
             self._why_not = "the model's settings change with its steps"
         return self._changes > changes
@@ -141,7 +129,7 @@ class Runner:
             embed, given, positions: as for `run`.
             starts, on_host: see `hf_packfree.packing.fast_path.Meanwhile`.
         """
-        if not self._compared:
+        if not self._compared and not isinstance(self._way, ByLayer):
             self._launch_ahead(embed, given, positions, starts, on_host)
             self._compare()
 
@@ -158,9 +146,10 @@ class Runner:
             return
         key = widest(fits)
         captured, embeddings = self.graphs[key], embed(given)
-        if key[1] != _kind(embeddings, positions):
+        if key[1] != kind_of(embeddings, positions):
             return
         assert self._pool is not None and captured.plans is not None
+        assert not isinstance(captured.graph, LayerGraphs)
         captured.plans.write(starts)
         self.rounded.refresh()
         inputs = lengthened_inputs(embeddings, positions, key[0])
@@ -201,7 +190,6 @@ class Runner:
                 assert found is not None
         self._compare()
         if isinstance(found, Tensor):
-            self.replayed += 1
             return found
         self.reasons[found] += 1
         return None
@@ -212,6 +200,7 @@ class Runner:
         if found is None:
             return None
         self.graphs[found.key] = self.graphs.pop(found.key)
+        self.replayed += 1
         return found.graph.result(found.inputs)[:, : packed.num_tokens]
 
     def _replay(
@@ -225,7 +214,10 @@ class Runner:
         """Return the row's hidden states, or why it cannot be replayed; None if settings turn out
         to have changed, and all graphs are dropped.
         """
-        kind = _kind(embeddings, positions)
+        kind = kind_of(embeddings, positions)
+        # while a row runs layer by layer, ranks wait for each other: it cannot run once more
+        if isinstance(self._way, ByLayer) and self._compare():
+            return None
         # what was given up is tried again with other settings
         if in_longer(packed, kind, self.graphs) is None and self._compare():
             return None
@@ -234,28 +226,34 @@ class Runner:
             if self._compare():
                 return None
             inputs = lengthened_inputs(embeddings, positions, key[0])
-            found = self._capture(key, layers, inputs, packed) or self._first(key, inputs, packed)
+            found = self._capture(key, layers, inputs, packed)
+            if found is None:
+                found = self._first(key, layers, inputs, packed)
             if isinstance(found, Tensor):
                 return found
             key = in_longer(packed, kind, self.graphs) or found
         if isinstance(key, str):
             return key
-        found = self._run(key, lengthened_inputs(embeddings, positions, key[0]), packed)
+        found = self._run(key, layers, lengthened_inputs(embeddings, positions, key[0]), packed)
         longer = not key[0].holds_tokens(packed.num_tokens)
         self.in_longer += longer and isinstance(found, Tensor)
         return found
 
-    def _first(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str | None:
+    def _first(
+        self, key: Any, layers: Layers, inputs: Inputs, packed: PackedSequence
+    ) -> Tensor | str | None:
         """Replay a new graph on the row that it was captured for; if that fails, never capture the
         bucket again.
         """
-        found = self._run(key, inputs, packed)
+        found = self._run(key, layers, inputs, packed)
         if isinstance(found, str):
             del self.graphs[key]
             self._bucketing.given_up[key] = found
         return found
 
-    def _run(self, key: Any, inputs: Inputs, packed: PackedSequence) -> Tensor | str | None:
+    def _run(
+        self, key: Any, layers: Layers, inputs: Inputs, packed: PackedSequence
+    ) -> Tensor | str | None:
         """As `_replay`, by a graph that is there."""
         captured = self.graphs[key] = self.graphs.pop(key)
         if (why := self._in_use()) is not None:
@@ -264,12 +262,28 @@ class Runner:
             captured.write_for(packed, key[0])
         except OtherPlan:
             return "its kernels' plan is not a table of the bucket's size"
-        self.rounded.refresh()
-        captured.graph.launch(inputs)
-        # while the GPU runs
-        if self._compare():
+        out = self._out_of(captured, layers, inputs, packed, key)
+        if out is None:
             return None
-        return captured.graph.result(inputs)[:, : packed.num_tokens]
+        self.replayed += 1
+        return out[:, : packed.num_tokens]
+
+    def _out_of(
+        self, captured: Captured, layers: Layers, inputs: Inputs, packed: PackedSequence, key: Any
+    ) -> Tensor | None:
+        """Replay a graph, and compare; return its output, or None if settings turn out to have
+        changed.
+        """
+        graph = captured.graph
+        if isinstance(graph, LayerGraphs):
+            plain = partial(in_bucket_on, packed, key[0], inputs[0].device)
+            out = graph.run(partial(layers, *inputs, captured.packed), plain)
+            self._settings = None if graph.is_stale else self._settings
+            return out
+        self.rounded.refresh()
+        graph.launch(inputs)
+        # while the GPU runs
+        return None if self._compare() else graph.result(inputs)
 
     def _in_use(self) -> str | None:
         """Return why the graphs' memory must not be overwritten yet, or None."""
@@ -278,16 +292,18 @@ class Runner:
         graphs = [each.graph for each in self.graphs.values()]
         if not all(graph.is_free for graph in graphs):
             return "the backward pass of a row before is still to come"
-        if not all(graph.gradients.take_back() for graph in graphs):
+        if not all(graph.take_back() for graph in graphs):
             return "gradients of a row before are kept elsewhere than in .grad"
         return None
 
     def _capture(
         self, key: Any, layers: Layers, inputs: Inputs, packed: PackedSequence
-    ) -> str | None:
-        """Capture the bucket's graph; return why that is not possible, or None."""
-        row, trunk = in_bucket(on_host(packed), key[0]).to(inputs[0].device), self.trunk()
-        assert trunk is not None
+    ) -> Tensor | str | None:
+        """Capture the bucket's graph; return why that is not possible, or None; or the layers'
+        hidden states, where a row has to run without before.
+        """
+        row, trunk = in_bucket_on(packed, key[0], inputs[0].device), self.trunk()
+        assert trunk is not None and self._way is not None
         parameters = [x for x in trunk.parameters() if x.requires_grad]
         if not parameters and not inputs[0].requires_grad:
             self._bucketing.given_up[key] = "none of its weights is trained"
@@ -297,10 +313,12 @@ class Runner:
         why = "parameters have hooks (register_hook)" if hooks else self._in_use()
         if why is not None:
             return why
+        if (out := self._way.note(key, layers, inputs, row)) is not None:
+            return out[:, : packed.num_tokens]
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
         self._bucketing.captures += 1
-        found = self._graph(key[0], trunk, layers, inputs, parameters, row)
+        found = self._graph(key, trunk, layers, inputs, parameters, row)
         if isinstance(found, str):
             return self._give_up(key, found)
         if free_memory(inputs[0].device) < SPARE:
@@ -349,7 +367,7 @@ class Runner:
 
     def _graph(
         self,
-        bucket: Bucket,
+        key: Any,
         trunk: nn.Module,
         layers: Layers,
         inputs: Inputs,
@@ -357,24 +375,12 @@ class Runner:
         row: PackedSequence,
     ) -> Captured | str:
         """Return a graph of the layers, or why they cannot be captured."""
-        packed, device = CapturedSequence.of(row), inputs[0].device
-        rounded = self.rounded
-
-        def body(embeddings: Tensor, positions: Tensor) -> Tensor:
-            rounded.allocate(SPARE_OF_COPIES)
-            return layers(embeddings, positions, packed)
-
+        bucket, device = key[0], inputs[0].device
         try:
             pool = self._pool_for(device, bucket.tokens)
-            with (
-                checkpointing.in_capture(trunk),
-                in_the_place_of(parameters, trunk) as read,
-                rounded.in_use(),
-            ):
-                # the backward graph reads plans and weights, too
-                kept = self._settings, packed, rounded
-                cuts = layers_to_cut_at(trunk)
-                graph = Graph(body, inputs, parameters, pool, read, kept, cuts)
+            packed = CapturedSequence.of(row)
+            assert self._way is not None
+            graph = self._way.capture(key, layers, inputs, parameters, packed, pool, self.rounded)
             return Captured(graph, packed, plans_of(packed, bucket, pool))
         except NotCapturable as error:
             # which no other length would change
@@ -392,8 +398,3 @@ class Runner:
             if self._bucketing.captures == 1 and not ran_out(error):
                 self._why_not = why
             return why
-
-
-def _kind(embeddings: Tensor, positions: Tensor) -> Any:
-    """Return what, apart from the bucket, decides which graph runs a row."""
-    return positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_packfree.graphs import checkpointing
 from hf_packfree.packing import PackedSequence
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -26,7 +26,7 @@ LONGEST = 8192
 """The most tokens of a captured row: with more, the GPU takes longer than the host anyway
 (docs/performance.md).
 """
-_WEIGHTS = (Tensor, nn.Parameter)
+WEIGHTS = (Tensor, nn.Parameter)
 _IN_4_BITS = "bitsandbytes.nn.modules", "Params4bit"
 
 
@@ -36,9 +36,14 @@ class Settings:
     It is compared in every step, and a model has thousands of modules. So the modules' attributes
     are compared as dictionaries, whose values are equal if they are the same object; containers
     among them are compared by their items.
+
+    Args:
+        module: the model, or its layers.
+        own_weights: whether it is read where its weights are; otherwise, only whether they are
+            trained.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, own_weights: bool = True) -> None:
         self._modules = [part for _, part in _parts(module)]
         self._classes: list[Any] = [*map(type, self._modules)]
         # a class may be given another forward, too
@@ -46,7 +51,7 @@ class Settings:
         found = [
             found
             for part in self._modules
-            for found in chain((vars(part),), _containers(vars(part)))
+            for found in chain((vars(part),), _containers(vars(part), own_weights))
         ]
         # most dictionaries are empty, such as those of hooks
         self._empty = [each for each in found if not each]
@@ -65,8 +70,10 @@ class Settings:
             for name, value in each.items()
             if isinstance(value, Tensor) and value.numel() == 1
         ]
-        self._tensors = [*_tensors(module)]
-        self._in_4_bits = [x for x in self._tensors if type(x) not in _WEIGHTS]
+        self._tensors = [*(_tensors(module) if own_weights else module.buffers())]
+        self._gathered = [] if own_weights else places_of(module)
+        self._trained = self._are_trained()
+        self._in_4_bits = [x for x in self._tensors if type(x) not in WEIGHTS]
         self._constants = _constants(self._in_4_bits)
         self._tensors += [x for x in self._constants if isinstance(x, Tensor)]
         self._addresses = _addresses(self._tensors)
@@ -74,6 +81,9 @@ class Settings:
     def keep_memory(self) -> bool:
         """Whether what a graph reads is where it was: a replay reads no memory that was freed."""
         return self._addresses == _addresses(self._tensors)
+
+    def _are_trained(self) -> list[bool]:
+        return [weight.requires_grad for weight in weights_at(self._gathered)]
 
     def hold(self) -> bool:
         """Whether the model is unchanged."""
@@ -95,6 +105,7 @@ class Settings:
             and all(each[name] is value for each, name, value in self._numbers)
             and len(constants) == len(self._constants)
             and all(map(is_, constants, self._constants))
+            and self._trained == self._are_trained()
             and self.keep_memory()
         )
 
@@ -107,8 +118,31 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, part) for name, part in module.named_modules() if part is not embeddings)
 
 
-def _containers(attributes: dict[str, Any]) -> Iterator[Any]:
-    return (value for value in attributes.values() if isinstance(value, (dict, list, set)))
+def _containers(attributes: dict[str, Any], own_weights: bool) -> Iterator[Any]:
+    return (
+        value
+        for name, value in attributes.items()
+        if isinstance(value, (dict, list, set)) and (own_weights or name != "_parameters")
+    )
+
+
+Places = list[tuple[dict[str, Any], str]]
+"""Where modules keep their parameters, and under which names."""
+
+
+def places_of(module: nn.Module) -> Places:
+    """Return where a module's parameters are kept."""
+    return [
+        (part._parameters, name)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+
+
+def weights_at(places: Places) -> list[Tensor]:
+    """Return the parameters that are there at present."""
+    return [parameters[name] for parameters, name in places]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -152,7 +186,7 @@ def why_not(module: nn.Module) -> str | None:
     for name, part in parts:
         own = chain(part._parameters.values(), part._buffers.values())
         for x in (x for x in own if x is not None):
-            if type(x) not in _WEIGHTS and (type(x).__module__, type(x).__name__) != _IN_4_BITS:
+            if type(x) not in WEIGHTS and (type(x).__module__, type(x).__name__) != _IN_4_BITS:
                 return f"{name} holds a {type(x).__name__}"
             devices.add(x.device)
     if len(devices) > 1 or any(device.type != "cuda" for device in devices):
@@ -175,6 +209,6 @@ def _why_not_part(name: str, part: nn.Module) -> str | None:
     # FSDP1 has no hooks, and puts other tensors in the place of parameters in each forward pass
     if getattr(part, "_is_fsdp_managed_module", False):
         return "FSDP shards its weights"
-    if any(vars(part).get(hook) for hook in _HOOKS):
+    if any(vars(part).get(hook) for hook in HOOKS):
         return f"{name or 'the text model'} has hooks"
     return None

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
-from hf_packfree.graphs import runner
+from hf_packfree.graphs import whole
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, put_lora_on, quantise, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape, log_normal_lengths
@@ -309,7 +309,7 @@ def main() -> None:
             data = replace(data, length=8 if data.length else None, steps=30)
         for name, described in VARIANTS.items():
             # without copies of fp32 weights (`hf_packfree.ops.rounded_weights`)
-            without = mock.patch.object(runner, "SPARE_OF_COPIES", 1.0)
+            without = mock.patch.object(whole, "SPARE_OF_COPIES", 1.0)
             run = without(train) if name == ROUNDED else train
             measure = partial(run, make, shape, *described, adapters, data, options.device)
             if data.rows == "padded":

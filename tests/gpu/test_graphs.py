@@ -4,6 +4,7 @@ other in a bucket.
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 from typing import Any
 
@@ -156,7 +157,6 @@ def test_layers_that_are_recomputed(record, lora, reentrant):
             checkpoint_layers(model, reentrant=reentrant)
         for lengths in ROWS * 2:
             step(model, lengths)
-        torch.cuda.empty_cache()
         kept.append(of_pools())
     record("memory of recomputed layers", kept[1] / kept[0], 0.8)
     for number, lengths in enumerate(ROWS):
@@ -279,6 +279,9 @@ def of_pools() -> int:
     """Return the bytes that graphs keep for replays, without those of tensors: cuBLAS's workspaces
     have one size, whatever the layers keep.
     """
+    # models of tests before, whose graphs hold what holds them
+    gc.collect()
+    torch.cuda.empty_cache()
     pools = [one for one in torch.cuda.memory_snapshot() if one["segment_pool_id"] != (0, 0)]
     return sum(one["total_size"] - one["allocated_size"] for one in pools)
 

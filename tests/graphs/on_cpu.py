@@ -13,13 +13,16 @@ from torch import Tensor
 
 from hf_packfree import PackedSequence
 from hf_packfree.graphs import (
+    bucket,
     capture,
     captured,
     captured_sequence,
     gradient_buffers,
+    layer_graphs,
     parts,
     runner,
     unread,
+    whole,
 )
 from hf_packfree.graphs.gradient_buffers import Address
 from hf_packfree.models import captured_layers
@@ -73,6 +76,41 @@ class Again(capture.Graph):
                 self.written[leaf].copy_(grad)
 
 
+class LayerAgain(layer_graphs.LayerGraph):
+    """Runs one layer at every replay, and once more in its backward pass, on the tensors that graphs
+    would read and write; what later replays may overwrite is NaN.
+    """
+
+    def compute(self):
+        args, kwargs = self._arguments
+        with layer_graphs.reading(self._places, self.weights.read):
+            return self._own(self.leaf, *args, **kwargs)
+
+    def capture(self, pool):
+        self.leaf, self.leaves = self.hidden, self._leaves
+        self.memory = self.out = self.compute()
+        capture.refuse_other_leaves(self.out, self._leaves)
+        return self.out
+
+    def capture_backward(self, d_out, pool):
+        self.d_out = d_out
+        found = parts.gradients(self.out, self._leaves, d_out) if self._leaves else ()
+        self.written = [None if x is None else x.clone() for x in found]
+        self._keep(iter(self.written))
+
+    def _run_forward(self):
+        with torch.no_grad():
+            self.out.copy_(self.compute())
+
+    def _run_backward(self):
+        with torch.enable_grad():
+            found = parts.gradients(self.compute(), self.leaves, self.d_out)
+        for written, grad in zip(self.written, found, strict=True):
+            if grad is not None:
+                written.copy_(grad)
+        self.out.fill_(float("nan"))
+
+
 class OnACPU(capture.Pool):
     """Memory that nobody shares, and streams that a test names."""
 
@@ -107,12 +145,13 @@ class Stream:
 
 def let_capture(monkeypatch: Any) -> None:
     """Let graphs be captured here."""
-    monkeypatch.setattr(runner, "Graph", Again)
+    monkeypatch.setattr(whole, "Graph", Again)
+    monkeypatch.setattr(layer_graphs, "_LAYER_GRAPH", LayerAgain)
     monkeypatch.setattr(gradient_buffers, "tensor_at", tensor_at)
     monkeypatch.setattr(runner, "Pool", OnACPU)
     monkeypatch.setattr(runner, "CaptureStream", lambda device: None)
     monkeypatch.setattr(unread.Plans, "_replay", unread.Plans._write)
-    monkeypatch.setattr(runner, "why_not", lambda module: None)
+    monkeypatch.setattr(whole, "why_not", lambda module: None)
     monkeypatch.setattr(runner, "free_memory", lambda device: runner.SPARE)
     monkeypatch.setattr(
         captured_layers,
@@ -129,7 +168,7 @@ def let_capture_whole_documents(monkeypatch: Any) -> None:
     let_capture(monkeypatch)
     monkeypatch.setattr(captured_sequence.CapturedSequence, "become", _become)
 
-    for module in (runner, captured):
+    for module in (bucket, captured):
         monkeypatch.setattr(module, "in_bucket", padded)
     monkeypatch.setattr(unread, "UnreadSequence", Unread)
 

@@ -16,7 +16,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5ForTokenClassification
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import BoundaryError
-from hf_packfree.graphs import ahead, captured, runner, settings
+from hf_packfree.graphs import ahead, captured, settings, whole
 from hf_packfree.graphs.ahead import MISSES, Ahead
 from hf_packfree.graphs.bucket import Bucket, bucket_of, in_bucket
 from hf_packfree.graphs.capture import Graph, Pool
@@ -371,7 +371,7 @@ def test_a_padded_row_of_a_model_that_cannot_be_captured_any_more(model, monkeyp
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed, padded_inputs_of)
     replayed = runner_of(model).replayed
-    monkeypatch.setattr(runner, "why_not", settings.why_not)
+    monkeypatch.setattr(whole, "why_not", settings.why_not)
     monkeypatch.setattr(settings, "_why_not_part", lambda name, part: "a hook")
     model.model.layers[0].input_layernorm.eps = 0.5
     step(model, ROWS[0], inputs_of=padded_inputs_of)

@@ -28,15 +28,15 @@ class Counting(runner.Runner):
             del self.graphs[each]
         self.graphs[key] = None
 
-    def _run(self, key, inputs, packed):
+    def _run(self, key, layers, inputs, packed):
         self.graphs[key] = self.graphs.pop(key)
+        self.replayed += 1
         self.computed += key[0].tokens
         return inputs[0]
 
     def take(self, *lengths, wait=False):
         packed, row = PackedSequence.from_lengths(lengths), torch.empty(1, sum(lengths))
-        found = self._replay(None, row[..., None], row, packed, wait)
-        self.replayed += isinstance(found, torch.Tensor)
+        self._replay(None, row[..., None], row, packed, wait)
 
 
 @pytest.mark.parametrize(

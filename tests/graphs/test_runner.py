@@ -17,7 +17,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.graphs import bucketing, captured_sequence, runner
+from hf_packfree.graphs import bucket, bucketing, captured_sequence, runner, whole
 from hf_packfree.graphs.parts import nodes_of
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import captured_layers
@@ -344,7 +344,7 @@ def test_a_reference_that_is_the_model_without_adapters_drops_no_graph(
     from peft import LoraConfig, get_peft_model
 
     captures = []
-    monkeypatch.setattr(runner, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args))
+    monkeypatch.setattr(whole, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args))
     monkeypatch.setattr(captured_layers, "_is_training_step", lambda *_: torch.is_grad_enabled())
     peft = get_peft_model(model, LoraConfig(r=2, target_modules=["up_proj", "q_proj"]))
     with torch.no_grad():
@@ -531,7 +531,7 @@ def test_captures_are_paid_for_by_replays(model, monkeypatch):
     monkeypatch.setattr(bucketing, "CHANGES", 4)
     monkeypatch.setattr(bucketing, "CAPTURE", 0)
     captures = []
-    monkeypatch.setattr(runner, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args))
+    monkeypatch.setattr(whole, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args))
     sizes = (90, 30), (20, 9), (50, 20)
     for _ in range(8):
         for lengths in sizes:
@@ -563,16 +563,16 @@ def test_what_cannot_be_captured_is_named(model):
 
 # one rank shards nothing, of which FSDP1 warns
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("whole", [False, True])
-def test_weights_that_fsdp1_shards_run_without(model, monkeypatch, one_rank, whole):
+@pytest.mark.parametrize("together", [False, True])
+def test_weights_that_fsdp1_shards_run_without(model, monkeypatch, one_rank, together):
     """A capture found other tensors where it had put its own, and raised a TypeError."""
     kinds = {type(layer) for layer in model.base_model.layers}
-    monkeypatch.setattr(runner, "why_not", why_not)
+    monkeypatch.setattr(whole, "why_not", why_not)
     wrapped = FullyShardedDataParallel(
         model,
         device_id=torch.device("cpu"),
         use_orig_params=True,
-        auto_wrap_policy=None if whole else ModuleWrapPolicy(kinds),
+        auto_wrap_policy=None if together else ModuleWrapPolicy(kinds),
     )
     for _ in range(3):
         wrapped(**inputs_of(ROWS[0])).logits.sum().backward()
@@ -614,7 +614,7 @@ def test_layers_that_are_recomputed_and_draw_random_numbers_are_not_captured(mod
 def test_what_no_length_changes_is_tried_once(model, monkeypatch, caplog):
     """A model whose layers cannot be captured would pay for a capture of every bucket."""
     tried = []
-    monkeypatch.setattr(runner, "Graph", lambda *args: tried.append(args) or on_cpu.Again(*args))
+    monkeypatch.setattr(whole, "Graph", lambda *args: tried.append(args) or on_cpu.Again(*args))
     mlp = model.base_model.layers[0].mlp
     _reads_its_own(mlp, mlp.down_proj.weight)
     for lengths in (ROWS[0], (90, 30), (20, 9)):
@@ -630,9 +630,9 @@ def test_what_no_length_changes_is_tried_once(model, monkeypatch, caplog):
 
 def test_layers_of_which_nothing_is_trained_run_without(model, caplog, monkeypatch):
     """Only the head is."""
-    prepared, in_bucket = [], runner.in_bucket
+    prepared, in_bucket = [], bucket.in_bucket
     monkeypatch.setattr(
-        runner, "in_bucket", lambda *args: prepared.append(args) or in_bucket(*args)
+        bucket, "in_bucket", lambda *args: prepared.append(args) or in_bucket(*args)
     )
     model.base_model.requires_grad_(False)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -771,7 +771,7 @@ def test_graphs_of_before_a_failed_capture_are_captured_again(model, monkeypatch
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "Graph", Failing)
+        patch.setattr(whole, "Graph", Failing)
         for seed in range(2):
             hidden(model, ROWS[0], seed).sum().backward()
     assert not runner_of(model).graphs

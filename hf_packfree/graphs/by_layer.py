@@ -1,0 +1,106 @@
+"""Each layer of a text model in graphs of its own, see `hf_packfree.graphs.layer_graphs`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_packfree.graphs.ahead import Inputs
+from hf_packfree.graphs.capture import Pool
+from hf_packfree.graphs.captured_sequence import CapturedSequence
+from hf_packfree.graphs.layer_calls import CallsOfLayers, forwards_of
+from hf_packfree.graphs.layer_graphs import LayerGraphs
+from hf_packfree.graphs.settings import HOOKS, WEIGHTS, Settings
+from hf_packfree.graphs.whole import Layers
+from hf_packfree.ops.rounded_weights import RoundedWeights
+from hf_packfree.packing import PackedSequence
+
+_FSDP = "torch.distributed.fsdp."
+
+
+def are_sharded(trunk: Any) -> bool:
+    """Whether FSDP2 shards layers of a text model."""
+    return any(isinstance(layer, FSDPModule) for layer in getattr(trunk, "layers", ()))
+
+
+class ByLayer:
+    """As `Whole`, for a text model whose layers FSDP2 shards.
+
+    Args:
+        trunk: the text model.
+    """
+
+    runs_ahead = False
+
+    def __init__(self, trunk: Any) -> None:
+        self._layers = [*trunk.layers]
+        # weights are read where FSDP2 has gathered them
+        self.settings = Settings(trunk.layers, own_weights=False)
+        self.why_not = why_not_layers(trunk.layers)
+        self.rounded = RoundedWeights()
+        self._calls: dict[Any, CallsOfLayers] = {}
+
+    def note(self, key: Any, layers: Layers, inputs: Inputs, row: PackedSequence) -> Tensor | None:
+        """Run the first row of a length without a graph, and note what its layers are called with:
+        a capture of its own would gather weights that no other rank sends.
+        """
+        if _length_of(key) in self._calls:
+            return None
+        calls = CallsOfLayers(self._layers)
+        with forwards_of(self._layers, calls.noting):
+            out = layers(*inputs, row)
+        calls.end()
+        self._calls[_length_of(key)] = calls
+        return out
+
+    def capture(
+        self,
+        key: Any,
+        layers: Layers,
+        inputs: Inputs,
+        parameters: list[nn.Parameter],
+        packed: CapturedSequence,
+        pool: Pool,
+        rounded: RoundedWeights,
+    ) -> LayerGraphs:
+        """Return the graphs of the layers, see `Whole.capture`."""
+        return LayerGraphs(self._calls[_length_of(key)], packed, pool, self.settings)
+
+
+def _length_of(key: Any) -> Any:
+    """Return what decides the sizes of a layer's arguments."""
+    return key[0].tokens, key[1]
+
+
+def why_not_layers(layers: nn.ModuleList) -> str | None:
+    """Return why sharded layers cannot be captured, or None."""
+    whole = {*layers}
+    for name, part in layers.named_modules():
+        found = _why_not_part(part, part in whole)
+        if found is not None:
+            return f"layers.{name} {found}"
+    return None
+
+
+def _why_not_part(part: Any, whole: bool) -> str | None:
+    """Return why a layer, or a part of one, cannot be captured, as the rest of a sentence."""
+    if isinstance(part, FSDPModule) and not whole:
+        return "is sharded by itself"
+    if getattr(part, "gradient_checkpointing", False):
+        return "is recomputed, and FSDP shards its weights"
+    if part._compiled_call_impl is not None:
+        return "is compiled"
+    found = [value for name in HOOKS for value in _hooks(vars(part).get(name))]
+    if not all(whole and getattr(each, "__module__", "").startswith(_FSDP) for each in found):
+        return "has hooks"
+    kinds = {type(x) for x in (*part._parameters.values(), *part._buffers.values())}
+    others = kinds - {*WEIGHTS, DTensor, type(None)}
+    return f"holds a {others.pop().__name__}" if others else None
+
+
+def _hooks(found: Any) -> list[Any]:
+    """Return the hooks of one kind; `found` is a dictionary of them, or accelerate's one."""
+    return [*found.values()] if isinstance(found, dict) else [found] if found else []

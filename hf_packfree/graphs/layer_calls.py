@@ -1,0 +1,140 @@
+"""What the layers of a text model are called with, and other forwards for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree.graphs.settings import places_of, weights_at
+from hf_packfree.packing import PackedSequence
+
+Forward = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional ones, and those by name."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one layer was called with, and which weights it read.
+
+    Attributes:
+        hidden: of the size and dtype of its input [1, T, D], without memory.
+        follows: whether the input was the output of the layer before.
+        arguments: everything else, positional and by name, with the tensors of `CallsOfLayers`.
+        weights: of the sizes and dtypes of its gathered weights, without memory.
+    """
+
+    hidden: Tensor
+    follows: bool
+    arguments: Arguments
+    weights: list[Tensor]
+
+
+class CallsOfLayers:
+    """What the layers were called with in one row. Tensors that are given to several of them, such
+    as positions, are one tensor here, too.
+
+    Attributes:
+        why_not: why that cannot be replayed, or None.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers, self.calls = layers, list[LayerCall]()
+        self.why_not: str | None = None
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._called = 0
+        self._last: Tensor | None = None
+
+    def noting(self, number: int, own: Forward) -> Forward:
+        """Return a forward that runs a layer's own, and notes the call."""
+
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._called += 1
+            if len(self.calls) == number:
+                weights = weights_at(places_of(self.layers[number]))
+                self.calls.append(
+                    LayerCall(
+                        hidden=_without_memory(hidden_states),
+                        follows=self._last is not None and is_same(hidden_states, self._last),
+                        arguments=_changed((args, kwargs), self._copy),
+                        weights=[*map(_without_memory, weights)],
+                    )
+                )
+            out = own(hidden_states, *args, **kwargs)
+            self._last = out if isinstance(out, Tensor) else None
+            return out
+
+        return forward
+
+    def _copy(self, given: Tensor) -> Tensor:
+        # with the tensor itself, whose id is nobody else's while it lives
+        return self._copies.setdefault(id(given), (given, given.detach().clone()))[1]
+
+    def end(self) -> None:
+        """Note whether the layers were called one after the other, and forget the row's tensors."""
+        follow = all(call.follows for call in self.calls[1:])
+        if not len(self.calls) == len(self.layers) == self._called or not follow:
+            self.why_not = "its layers do not follow each other"
+        self._copies.clear()
+        self._last = None
+
+
+@contextmanager
+def forwards_of(
+    layers: Sequence[nn.Module], replaced: Callable[[int, Forward], Forward]
+) -> Iterator[None]:
+    """Within the block, calls of the layers run other forwards, in the same hooks."""
+    before = [vars(layer).get("forward") for layer in layers]
+    try:
+        for number, layer in enumerate(layers):
+            layer.forward = replaced(number, layer.forward)
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                vars(layer).pop("forward", None)
+            else:
+                layer.forward = forward
+
+
+def tensors_in(arguments: Any) -> list[Tensor]:
+    """Return the tensors among a call's arguments, in order."""
+    found: list[Tensor] = []
+    _changed(arguments, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+    return found
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the value with its tensors changed, those in containers, too."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_changed(each, change) for each in value)
+    return value
+
+
+def with_record(arguments: Arguments, packed: PackedSequence) -> Arguments:
+    """Return a layer's arguments with another record."""
+    args, kwargs = arguments
+    named = {
+        name: packed if isinstance(value, PackedSequence) else value
+        for name, value in kwargs.items()
+    }
+    return args, named
+
+
+def is_same(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements in memory."""
+    return x.data_ptr() == other.data_ptr() and x.shape == other.shape and x.dtype == other.dtype
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    like = torch.empty_like(x, device="meta", requires_grad=False)
+    return like.requires_grad_(x.requires_grad)

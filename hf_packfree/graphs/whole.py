@@ -1,0 +1,87 @@
+"""All layers of a text model in one graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_packfree.graphs import checkpointing
+from hf_packfree.graphs.ahead import Inputs
+from hf_packfree.graphs.capture import Graph, Pool, in_the_place_of
+from hf_packfree.graphs.captured_sequence import CapturedSequence
+from hf_packfree.graphs.parts import layers_to_cut_at
+from hf_packfree.graphs.settings import Settings, why_not
+from hf_packfree.ops.rounded_weights import RoundedWeights
+from hf_packfree.packing import PackedSequence
+
+SPARE_OF_COPIES = 1 / 4
+"""The share of the GPU's memory that rounded copies of weights leave, to graphs among others."""
+Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
+"""The layers of a text model: embeddings [1, T, D], positions [..., 1, T] and the record, to the
+last hidden states [1, T, D].
+"""
+
+
+class Whole:
+    """How rows of a text model are captured and replayed.
+
+    Args:
+        trunk: the text model.
+    """
+
+    runs_ahead = True
+    """Whether a replay may turn out to have been for nothing."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        self._trunk = weakref.ref(trunk)
+        self.settings = Settings(trunk)
+        self.why_not = why_not(trunk)
+        self.rounded = RoundedWeights(trunk.parameters())
+
+    def note(self, key: Any, layers: Layers, inputs: Inputs, row: PackedSequence) -> Tensor | None:
+        """Run a row without a graph, if something has to be known before its graph is captured; its
+        arguments are those of `capture`.
+        """
+        return None
+
+    def capture(
+        self,
+        key: Any,
+        layers: Layers,
+        inputs: Inputs,
+        parameters: list[nn.Parameter],
+        packed: CapturedSequence,
+        pool: Pool,
+        rounded: RoundedWeights,
+    ) -> Graph:
+        """Return a graph of the layers.
+
+        Args:
+            key: of the graph, see `Runner.graphs`.
+            inputs: of a row, in the bucket's size.
+            parameters: those of the text model that are trained.
+            packed: the row's record.
+            rounded: the copies of fp32 weights that the graph reads.
+
+        Raises:
+            NotCapturable, RuntimeError: there is none.
+        """
+
+        trunk = self._trunk()
+        assert trunk is not None
+
+        def body(embeddings: Tensor, positions: Tensor) -> Tensor:
+            rounded.allocate(SPARE_OF_COPIES)
+            return layers(embeddings, positions, packed)
+
+        with (
+            checkpointing.in_capture(trunk),
+            in_the_place_of(parameters, trunk) as read,
+            rounded.in_use(),
+        ):
+            # the backward graph reads plans and weights, too
+            kept = self.settings, packed, rounded
+            return Graph(body, inputs, parameters, pool, read, kept, layers_to_cut_at(trunk))

@@ -1,0 +1,102 @@
+"""Layers that FSDP2 shards, each in CUDA graphs of its own: the bits of the same layers without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hf_packfree import patch_report
+from tests.benchmarks.models import put_lora_on
+from tests.gpu.checks import DEVICE, TRIAL, gpu
+from tests.gpu.small import NARROW, WIDE, small
+from tests.gpu.test_graphs import ROWS, step, without
+from tests.integrations.marks import needs
+from tests.support import difference, runner_of
+
+pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    """NCCL, of this process alone: its collectives run on streams of their own, as on several."""
+    dist = torch.distributed
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(shape: Any = NARROW, lora: str = "", kept: bool = False) -> Any:
+    model = small(shape, torch.float32, cuda_graphs="auto", unpacked="native")
+    if lora:
+        put_lora_on(model, lora, False)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(DEVICE, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    for layer in model.base_model.layers:
+        fully_shard(layer, reshard_after_forward=not kept, **options)
+    fully_shard(model.base_model, **options)
+    return model
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+        for name, x in found.items()
+    }
+
+
+def both(model: Any, lengths: Any, seed: int) -> tuple[float, float]:
+    """The largest differences of values and gradients between graphs and the layers without."""
+    model.zero_grad(set_to_none=True)
+    found = step(model, lengths, seed)
+    grads = gradients(model)
+    model.zero_grad(set_to_none=True)
+    wanted = without(model, lengths, seed)
+    others = gradients(model)
+    assert grads.keys() == others.keys()
+    worst = max(difference(grads[name], grad) for name, grad in others.items())
+    return difference(found, wanted), worst
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("lora", ["", pytest.param("fp32", marks=needs("peft"))])
+def test_packings_in_turns(record, lora, kept):
+    model = sharded(lora=lora, kept=kept)
+    for lengths in ROWS * 2:
+        step(model, lengths)
+    for turn in range(2):
+        for number, lengths in enumerate(ROWS):
+            values, grads = both(model, lengths, number)
+            record(f"{lengths[:3]}, turn {turn}, values", values, 0.0)
+            record(f"{lengths[:3]}, turn {turn}, gradients", grads, 0.0)
+    assert runner_of(model).replayed >= 3 * len(ROWS), patch_report(model).cuda_graphs
+
+
+def test_losses_fall_as_without(record):
+    """Weights that an optimizer changes are read, in layers of the 2B model's widths."""
+    losses = []
+    for graphs in ("auto", "never"):
+        torch.manual_seed(0)
+        model = sharded(WIDE)
+        runner_of(model)
+        if graphs == "never":
+            model.packfree.__dict__["cuda_graphs"] = "never"
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+        found = []
+        for number in range(12):
+            out = step(model, ROWS[number % 2], 1)
+            found.append(out.float().pow(2).mean().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(found)
+        if graphs == "auto":
+            assert runner_of(model).replayed >= 8, patch_report(model).cuda_graphs
+    for number, (one, other) in enumerate(zip(*losses, strict=True)):
+        record(f"step {number}", abs(one - other) / other, 1e-2)

@@ -1,0 +1,313 @@
+"""Layers that FSDP2 shards, each in a graph of its own: with a stand-in that runs a layer again where
+a GPU would replay a graph, and that ruins what later replays may overwrite.
+
+The bits of real graphs are tested on GPUs (tests/gpu/test_layer_graphs.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3_5ForCausalLM
+
+from hf_packfree import apply_patches, patch_report
+from hf_packfree.graphs import layer_graphs
+from hf_packfree.models.qwen3_5 import tiny_config
+from tests.graphs import on_cpu
+from tests.graphs.test_runner import ROWS, inputs_of
+from tests.integrations.marks import needs
+from tests.ranks import on_ranks
+from tests.support import (
+    GRADIENT_TOL,
+    LOGIT_TOL,
+    checkpoint_layers,
+    relative_rms,
+    runner_of,
+)
+
+WRAPPINGS = {"each layer": (1, True), "kept": (1, False), "two layers": (2, True)}
+"""Layers that are gathered at once, and whether they are sharded again after the forward pass."""
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    on_cpu.let_capture_whole_documents(monkeypatch)
+
+
+def plain_model():
+    torch.manual_seed(0)
+    return Qwen3_5ForCausalLM(tiny_config()).train()
+
+
+def shard(model, size=1, reshard=True, **options):
+    """Shard the layers and the rest over all ranks."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    layers = [*model.base_model.layers]
+    for start, end in pairwise([*range(0, len(layers), size), len(layers)]):
+        fully_shard(layers[start:end], mesh=mesh, reshard_after_forward=reshard, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def sharded(size=1, reshard=True, prepare=None, **options):
+    model = plain_model()
+    if prepare is not None:
+        prepare(model)
+    return shard(apply_patches(model, cuda_graphs="auto"), size, reshard, **options)
+
+
+def step(model, lengths, seed=0):
+    """Run a row forward and backward; return its logits."""
+    logits = model(**inputs_of(lengths, seed)).logits
+    logits.float().square().mean().backward()
+    return logits.detach()
+
+
+def whole_gradients(model):
+    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in grads.items()
+    }
+
+
+def assert_trains_as(model, other, rows=ROWS * 2, bits=False):
+    """Compare rows, and gradients that add up, with those of a model without graphs."""
+    values, grads = (0, 0) if bits else (LOGIT_TOL, GRADIENT_TOL)
+    for seed, lengths in enumerate(rows):
+        assert relative_rms(step(model, lengths, seed), step(other, lengths, seed)) <= values
+        assert_same_gradients(model, other, grads)
+
+
+def assert_same_gradients(model, other, tol=GRADIENT_TOL):
+    mine, its = whole_gradients(model), whole_gradients(other)
+    assert mine.keys() == its.keys()
+    for name, grad in mine.items():
+        assert relative_rms(grad, its[name]) <= tol, name
+
+
+@pytest.mark.parametrize("name", WRAPPINGS)
+def test_a_sharded_model_trains_as_one_without_graphs(name, one_rank):
+    model, other = sharded(*WRAPPINGS[name]), apply_patches(plain_model())
+    assert_trains_as(model, other)
+    # the first row is seen, the second notes how layers are called
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+def test_rows_are_what_their_documents_are_alone(one_rank):
+    model, other = sharded(), plain_model().eval()
+    for seed, lengths in enumerate(ROWS * 2):
+        found = step(model, lengths, seed)
+        parts = inputs_of(lengths, seed)["input_ids"].split(lengths, 1)
+        with torch.no_grad():
+            alone = torch.cat([other(input_ids=ids).logits for ids in parts], 1)
+            together = other(input_ids=torch.cat(parts, 1)).logits
+        assert relative_rms(found, alone) <= LOGIT_TOL
+        assert len(lengths) == 1 or relative_rms(together, alone) > 1e-2, "the control leaks"
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+def test_the_precision_of_the_policy(one_rank):
+    """fp32 shards, gathered in bf16: the bits of the same layers without graphs."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(mp_policy=policy)
+    other = shard(apply_patches(plain_model()), mp_policy=policy)
+    assert_trains_as(model, other, bits=True)
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+def put_adapters(model):
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(model, config)
+
+
+@needs("peft")
+# what is deprecated is PEFT's to change
+@pytest.mark.filterwarnings("default")
+def test_adapters_and_what_they_adapt(one_rank):
+    model, other = sharded(prepare=put_adapters), plain_model()
+    put_adapters(other)
+    other.load_state_dict(
+        {name: x.full_tensor() for name, x in model.state_dict().items()}, assign=True
+    )
+    assert_trains_as(model, apply_patches(other))
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+def test_weights_that_change_are_read(one_rank):
+    model, other = sharded(), apply_patches(plain_model())
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, other)]
+    for seed, lengths in enumerate(ROWS * 2):
+        assert relative_rms(step(model, lengths, seed), step(other, lengths, seed)) <= LOGIT_TOL
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+def test_gradients_that_are_not_reduced_yet(one_rank):
+    model, other = sharded(), apply_patches(plain_model())
+    for seed, lengths in enumerate(ROWS * 2):
+        model.set_requires_gradient_sync(seed % 3 == 2)
+        step(model, lengths, seed)
+        step(other, lengths, seed)
+        if seed % 3 == 2:
+            assert_same_gradients(model, other)
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+def test_parts_that_are_frozen_later(one_rank):
+    model, other = sharded(), apply_patches(plain_model())
+    assert_trains_as(model, other, ROWS)
+    for each in (model, other):
+        each.base_model.layers[1].requires_grad_(False)
+        each.zero_grad()
+    before = runner_of(model).replayed
+    assert_trains_as(model, other)
+    # lengths that were seen stay known
+    assert runner_of(model).replayed == before + 2 * len(ROWS) - 1
+
+
+def test_a_row_before_the_backward_pass_of_the_last_runs_without(one_rank):
+    model, other = sharded(), apply_patches(plain_model())
+    for each in (model, other):
+        for seed in range(3):
+            step(each, ROWS[0], seed)
+        losses = [each(**inputs_of(ROWS[1], seed)).logits.square().mean() for seed in (7, 8)]
+        sum(losses).backward()
+    assert_same_gradients(model, other)
+    why = "1 because the backward pass of a row before is still to come"
+    assert why in patch_report(model).cuda_graphs
+
+
+def test_a_second_backward_pass_is_refused(one_rank):
+    model = sharded()
+    for _ in range(2):
+        step(model, ROWS[0])
+    loss = model(**inputs_of(ROWS[0])).logits.square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward pass"):
+        loss.backward()
+
+
+def test_an_evaluation_in_between(one_rank):
+    model, other = sharded(), apply_patches(plain_model())
+    for seed, lengths in enumerate(ROWS * 2):
+        assert relative_rms(step(model, lengths, seed), step(other, lengths, seed)) <= LOGIT_TOL
+        with torch.no_grad():
+            found, wanted = (each.eval()(**inputs_of(ROWS[1])).logits for each in (model, other))
+        assert relative_rms(found, wanted) <= LOGIT_TOL
+        model.train(), other.train()
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+def test_a_layer_that_fails_leaves_the_layers_as_they_were(one_rank):
+    model = sharded()
+    layer = model.base_model.layers[1]
+    for number in range(4):
+        handle = layer.mlp.register_forward_pre_hook(lambda *_: 1 / 0) if number == 3 else None
+        if handle is None:
+            step(model, ROWS[0], number)
+            continue
+        with pytest.raises(ZeroDivisionError):
+            step(model, ROWS[0])
+        handle.remove()
+    assert not any("forward" in vars(layer) for layer in model.base_model.layers)
+
+
+def test_memory_that_a_layer_has_no_more(monkeypatch, one_rank):
+    """Who captures on one rank alone gathers what the others gather."""
+
+    def fail(self, d_out, pool):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(on_cpu.LayerAgain, "capture_backward", fail)
+    model, other = sharded(), apply_patches(plain_model())
+    assert_trains_as(model, other)
+    assert runner_of(model).replayed == 0
+    assert "the capture failed: CUDA out of memory" in patch_report(model).cuda_graphs
+
+
+def by_itself(model):
+    fully_shard(model.base_model.layers[1].mlp, mesh=init_device_mesh("cpu", (1,)))
+
+
+def hooked(model):
+    model.base_model.layers[1].register_forward_hook(lambda *_: None)
+
+
+def compiled(model):
+    """As `layer.compile()` does, without compiling."""
+    layer = model.base_model.layers[2]
+    layer._compiled_call_impl = layer._call_impl
+
+
+WHY_NOT = {
+    "layers.1.mlp is sharded by itself": by_itself,
+    "layers.1 has hooks": hooked,
+    "layers.0 is recomputed, and FSDP shards its weights": checkpoint_layers,
+    "layers.2 is compiled": compiled,
+}
+
+
+# of checkpointing's newer name
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("why", WHY_NOT)
+def test_layers_that_are_called_in_another_way_run_without(why, one_rank):
+    model, other = sharded(prepare=WHY_NOT[why]), apply_patches(plain_model())
+    assert_trains_as(model, other, ROWS[:2])
+    assert f"2 because {why}" in patch_report(model).cuda_graphs
+
+
+def on_a_rank(rank, longer):
+    """Return the gradients of rows of which each rank has others; graphs are captured at other
+    steps, and by one rank not at all.
+    """
+    patch = pytest.MonkeyPatch()
+    on_cpu.let_capture_whole_documents(patch)
+    if longer and rank:
+        patch.setattr(layer_graphs.LayerGraphs, "_capture", _out_of_memory)
+    model, other = sharded(), apply_patches(plain_model())
+    rows = ROWS * 2 if rank == 0 else ((50, 20), (50, 20), *ROWS, (30, 20), (7,))
+    for seed, lengths in enumerate(rows):
+        step(model, lengths, seed + 100 * rank)
+        step(other, lengths, seed + 100 * rank)
+    patch.undo()
+    grads = {name: x.grad.clone() for name, x in other.named_parameters()}
+    for grad in grads.values():
+        torch.distributed.all_reduce(grad)
+        grad /= 2
+    found = whole_gradients(model)
+    worst = max(relative_rms(found[name], grad) for name, grad in grads.items())
+    return worst, runner_of(model).replayed
+
+
+def _out_of_memory(self, calls):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.slow
+def test_ranks_whose_rows_differ_gather_the_same_weights(tmp_path):
+    (first, second), (_, without) = on_ranks(on_a_rank, [(False,), (True,)], tmp_path)
+    for worst, _ in (first, second):
+        assert worst <= GRADIENT_TOL
+    assert first[1] == 6 and second[1] >= 3
+    assert without[1] == 0 and without[0] <= GRADIENT_TOL
+
+
+def test_a_copy_of_the_model_has_no_graphs(one_rank):
+    model = apply_patches(plain_model(), cuda_graphs="auto")
+    other = copy.deepcopy(model)
+    shard(model)
+    for each in (model, other):
+        for seed in range(4):
+            step(each, ROWS[0], seed)
+        assert runner_of(each).replayed >= 2
