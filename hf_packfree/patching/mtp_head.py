@@ -5,7 +5,7 @@ which only add or remove it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -241,18 +241,10 @@ def refuse_trained_head(steps: Iterable[Change]) -> None:
     Raises:
         PatchConflict: the steps contain such a head.
     """
-    for head in _heads(steps):
-        if head.options.train:
+    for head in (step.module for step in steps if isinstance(step, AddModule)):
+        if isinstance(head, AttachedHead) and head.options.train:
             raise PatchConflict(
                 "found a multi-token prediction head in training, whose weights would be gone; "
                 "wanted it saved and taken away "
                 "first; call head = remove_mtp(model), then remove_patches(model)"
             )
-
-
-def _heads(steps: Iterable[Change]) -> Iterator[AttachedHead]:
-    return (
-        step.module
-        for step in steps
-        if isinstance(step, AddModule) and isinstance(step.module, AttachedHead)
-    )
