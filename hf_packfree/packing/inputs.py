@@ -24,6 +24,7 @@ from hf_packfree.packing.foreign import parse_foreign
 from hf_packfree.packing.keywords import PackingInputs
 from hf_packfree.packing.masks import EVERYWHERE, parse_masks
 from hf_packfree.packing.mrope_rows import check_rows, refuse_packed_mrope
+from hf_packfree.packing.padding import lengths_of
 from hf_packfree.packing.record import Integers, PackedSequence
 from hf_packfree.packing.tree_keywords import resolve_tree
 
@@ -97,7 +98,7 @@ def resolve_boundaries(
         refuse_packed_mrope(inputs.position_ids, shape, tokens, starts)
     _check_max_length(inputs, longest)
     starts = _row_starts(tokens) if starts is None else starts
-    lengths = _lengths(starts)
+    lengths = lengths_of(starts)
     if unclear is not None and not generates:
         refuse_unclear(unclear, tokens)
     plain = _is_plain(specs, real, len(lengths), cached=cached)
@@ -205,7 +206,7 @@ def _agree(
             unclear = unclear if agreed is None else None
         if starts is None or (agreed is not None and torch.equal(agreed[1], starts)):
             continue
-        longest = min(int(_lengths(starts).max()), longest or len(tokens.indices))
+        longest = min(int(lengths_of(starts).max()), longest or len(tokens.indices))
         joined, firsts = join_trailing_padding(starts, tokens, batch)
         if spec.by_positions:
             starts, padding = joined, firsts
@@ -245,10 +246,6 @@ def _nothing_but_padding(shape: tuple[int, int], device: torch.device) -> Packed
 
 def _row_starts(tokens: RealTokens) -> Tensor:
     return torch.nn.functional.pad(tokens.row_changes, (1, 0), value=True)
-
-
-def _lengths(starts: Tensor) -> Tensor:
-    return torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.numel()).diff()
 
 
 def _is_plain(specs: list[BoundarySpec], real: Tensor, num_documents: int, *, cached: bool) -> bool:

@@ -98,10 +98,9 @@ def with_left_pad_tokens(packed: PackedSequence, indices: Tensor) -> PackedSeque
     starts = torch.zeros(packed.num_tokens, dtype=torch.bool, device="cpu")
     starts[packed.cu_seqlens_cpu[:-1].long()] = True
     starts = torch.cat((starts, torch.ones_like(indices, dtype=torch.bool)))[order]
-    lengths = torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.numel()).diff()
     left_pads = tuple((starts.cumsum(0) - 1)[order >= packed.num_tokens].tolist())
     longer = PackedSequence.from_lengths(
-        lengths,
+        lengths_of(starts),
         device=packed.cu_seqlens.device,
         batch_shape=packed.batch_shape,
         indices=kept[order],
@@ -109,3 +108,8 @@ def with_left_pad_tokens(packed: PackedSequence, indices: Tensor) -> PackedSeque
         plain=packed.plain,
     )
     return replaced(longer, left_pad_segments=left_pads)
+
+
+def lengths_of(starts: Tensor) -> Tensor:
+    """Return the documents' lengths, given which tokens start one: bool [T], the first is True."""
+    return torch.nn.functional.pad(starts.nonzero()[:, 0], (0, 1), value=starts.numel()).diff()
