@@ -35,7 +35,7 @@ from hf_packfree.bench.measure import HOW, Floor, name_of, peak_mib, threads
 from hf_packfree.bench.shapes import model_of
 from hf_packfree.errors import UnsupportedInput, in_short, ran_out
 from hf_packfree.models.run_options import CudaGraphs
-from hf_packfree.ops.backend import installed
+from hf_packfree.ops.backend import dtype_name, installed
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.report import patch_report
@@ -206,7 +206,7 @@ def what_ran(
         "model": f"{type(model).__name__} ({options.model})",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "device": name_of(device),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "dtype": dtype_name(next(model.parameters()).dtype),
         "versions": patches.versions | others,
         "candidates": tuple(runner.done() for runner in runners),
         "memory": HOW["cuda" if device.type == "cuda" else "cpu"],

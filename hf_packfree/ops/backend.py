@@ -208,8 +208,13 @@ def needs_triton(target: Target) -> str | None:
 
 def needs_half(target: Target) -> str | None:
     """Return why a kernel of half precision cannot run at `target`, or None."""
-    found = str(target.dtype).removeprefix("torch.")
+    found = dtype_name(target.dtype)
     return None if target.dtype in HALF else f"it runs in bfloat16 and float16, this is {found}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def refuse_wide(kernel: str, *inputs: Tensor) -> None:

@@ -13,7 +13,7 @@ from hf_packfree.models.attention import drops_out
 from hf_packfree.models.base import Replacement, size_of_linear
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.unfused import is_compiled
-from hf_packfree.ops.backend import installed
+from hf_packfree.ops.backend import dtype_name, installed
 from hf_packfree.ops.fused.linear import COMPARED, NARROW
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
@@ -75,9 +75,7 @@ def _machine(x: Any) -> str | None:
     if torch.is_autocast_enabled("cuda"):
         return "batch invariance is not promised under autocast"
     if x.dtype != _DTYPE:
-        return (
-            f"batch invariance is tested in bfloat16, this is {str(x.dtype).removeprefix('torch.')}"
-        )
+        return f"batch invariance is tested in bfloat16, this is {dtype_name(x.dtype)}"
     if (found := torch.cuda.get_device_capability(x.device.index or 0)) != _CAPABILITY:
         return (
             f"batch invariance is tested on compute capability 9.0, this is {found[0]}.{found[1]}"

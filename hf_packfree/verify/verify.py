@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.state import find_state
+from hf_packfree.ops.backend import dtype_name
 from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import FAMILIES, family_of
@@ -154,13 +155,13 @@ def verify_packing(
         model=type(model).__name__,
         family=name_of(trunk) if family is None else family.name,
         device=str(probe.device),
-        dtype=_name(probe.dtype),
+        dtype=dtype_name(probe.dtype),
         lengths=probe.lengths,
         patched=patched,
         unpatched=unpatched,
         limits=limits,
         media=probe.documents.media,
-        autocast=None if probe.autocast is None else _name(probe.autocast),
+        autocast=None if probe.autocast is None else dtype_name(probe.autocast),
         tree=tree is not False,
         not_patched=refused,
         jitter=_jitter(trunk.config),
@@ -261,10 +262,6 @@ def _jitter(config: Any) -> tuple[str, ...]:
     return tuple(
         f"{name}={value}" for name, value in found if name.endswith("jitter_noise") and value
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _judge(report: PackingReport, model: nn.Module) -> None:

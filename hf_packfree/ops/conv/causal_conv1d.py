@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from hf_packfree.ops.backend import Target, broken, installed, needs_cuda, too_old
+from hf_packfree.ops.backend import Target, broken, dtype_name, installed, needs_cuda, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 
 _OLDEST = (7, 5)
@@ -33,10 +33,7 @@ def _unfit(target: Target) -> str | None:
     if target.capability is not None and target.capability < _OLDEST:
         return f"it is compiled for Turing GPUs and later (7.5), this is {target.gpu}"
     if target.dtype not in _DTYPES:
-        return (
-            f"it runs in bfloat16, float16 and float32, this is "
-            f"{str(target.dtype).removeprefix('torch.')}"
-        )
+        return f"it runs in bfloat16, float16 and float32, this is {dtype_name(target.dtype)}"
     if not 2 <= target.sizes.get("taps", 4) <= 4:
         return f"it has 2 to 4 taps, the model {target.sizes['taps']}"
     if (channels := _channels(target.sizes)) % _WIDTH:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BackendUnavailable, in_short
-from hf_packfree.ops.backend import Fault, Target, installed, needs_triton, too_old
+from hf_packfree.ops.backend import Fault, Target, dtype_name, installed, needs_triton, too_old
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.versions import VERSIONS
 
@@ -33,8 +33,7 @@ def unusable(target: Target) -> str | None:
     if (reason := needs_triton(target)) is not None:
         return reason
     if target.dtype not in _DTYPES:
-        found = str(target.dtype).removeprefix("torch.")
-        return f"it runs in bfloat16, float16 and float32, this is {found}"
+        return f"it runs in bfloat16, float16 and float32, this is {dtype_name(target.dtype)}"
     row = VERSIONS["mamba-ssm"]
     if find_spec("mamba_ssm") is None:
         return f"mamba-ssm is not installed; {row.install}, which compiles it"
