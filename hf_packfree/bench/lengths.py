@@ -110,7 +110,7 @@ def _read(path: Path) -> list[int]:
     except UnicodeDecodeError as error:
         raise UnsupportedInput(
             f"found {path}, which is no text in UTF-8 ({error}); wanted a JSONL file of lengths; "
-            f"save it as UTF-8"
+            "save it as UTF-8"
         ) from error
     lengths = [_length(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not lengths:

@@ -227,7 +227,7 @@ def _runners(model: Any, options: BenchOptions, device: torch.device) -> list[Tr
     unpatched.attempt(unpatched.step)
     if unpatched.refused is not None and not unpatched.full:
         note = (
-            f"leaks: position_ids alone, because the collator's boundaries are refused "
+            "leaks: position_ids alone, because the collator's boundaries are refused "
             f"({unpatched.refused})"
         )
         unpatched = replace(unpatched, batch=row_by_positions, refused=None, note=note)

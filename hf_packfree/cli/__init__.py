@@ -96,6 +96,6 @@ def _complain_of(error: Exception, verbose: bool) -> int:
         traceback.print_exc()
     complain(
         f"found {in_short(error)}, an unexpected error; --verbose or PACKFREE_TRACEBACK=1 shows "
-        f"where; please report it, with what packfree doctor --json says"
+        "where; please report it, with what packfree doctor --json says"
     )
     return BROKEN

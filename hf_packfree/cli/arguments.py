@@ -276,7 +276,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     if len(lengths) < 2 or min(lengths) < 1 or max(lengths) < 2:
         raise argparse.ArgumentTypeError(
             f"found {text!r}; wanted two or more lengths, each of at least one token and one of "
-            f"more, such as 5,64,1"
+            "more, such as 5,64,1"
         )
     if sum(lengths) > MOST_TOKENS:
         raise argparse.ArgumentTypeError(

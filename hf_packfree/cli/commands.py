@@ -122,7 +122,7 @@ def _device(text: str) -> Any:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedInput(
             f"found device {text!r}, which is not usable here ({reason}); wanted cpu, cuda or mps; "
-            f"packfree doctor lists them"
+            "packfree doctor lists them"
         ) from error
     if device.type == "meta":
         raise UnsupportedInput(
@@ -291,7 +291,7 @@ def _accept(options: argparse.Namespace) -> int:
         if not examine(options.checkpoint).tensors:
             raise MissingHead(
                 f"found no tensor of a multi-token prediction head in {options.checkpoint}; wanted "
-                f"one to try; packfree mtp "
+                "one to try; packfree mtp "
                 f"{options.checkpoint} --copy-from BASE --to OUT puts the base model's there"
             )
         model = apply_patches(

@@ -26,7 +26,7 @@ def check_picture(path: Path) -> None:
         ),
     }
     wanted = (
-        f"a file in a folder that exists, which ends in one of "
+        "a file in a folder that exists, which ends in one of "
         f"{', '.join(f'.{kind}' for kind in sorted(kinds))}"
     )
     _refuse("--png", str(path), faults, wanted)

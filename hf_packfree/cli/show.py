@@ -186,7 +186,7 @@ def bench(report: BenchReport, picture: object = None) -> None:
     if report.options.origin:
         say(f"Lengths: {report.options.origin}.")
     say(
-        f"Faster, memory: relative to unpatched padded.  MiB: the peak of one step; "
+        "Faster, memory: relative to unpatched padded.  MiB: the peak of one step; "
         f"{report.memory}."
     )
     towers = ", towers left out" if report.images else ""
@@ -287,7 +287,7 @@ def demo(report: DemoReport) -> None:
     say(report.harm())
     say(
         f"Written to {report.options.out}: {', '.join(report.files)} ({report.seconds:.0f} s in "
-        f"all)."
+        "all)."
     )
     say(
         "Next: packfree verify MY_CHECKPOINT checks yours, packfree bench MY_CHECKPOINT --lengths "

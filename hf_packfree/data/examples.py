@@ -220,7 +220,7 @@ def _line(name: str, value: Any, ids: Tensor | None = None) -> Tensor:
     if line.ndim != 1:
         raise UnsupportedInput(
             f"found {name} of shape {list(line.shape)}; wanted one document, [n] or [1, n]; call "
-            f"the processor once for each"
+            "the processor once for each"
         )
     if ids is not None and len(line) != len(ids):
         raise UnsupportedInput(

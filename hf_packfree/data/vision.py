@@ -197,7 +197,7 @@ class PackedVisionCollator:
             keys = sorted(example) if isinstance(example, Mapping) else type(example).__name__
             raise UnsupportedInput(
                 f"found an example with {keys}; wanted 'messages', or a processor's output with "
-                f"'input_ids'; where the Trainer "
+                "'input_ids'; where the Trainer "
                 "removed its columns, pass remove_unused_columns=False"
             )
         output: Any = example if "input_ids" in example else self._processed(example)
@@ -221,7 +221,7 @@ class PackedVisionCollator:
                 continue
             found = (
                 f"found a document of {len(document)} tokens; wanted max_length={self.max_length} "
-                f"at most"
+                "at most"
             )
             if self.overlong == "raise":
                 raise UnsupportedInput(

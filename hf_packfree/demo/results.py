@@ -188,7 +188,7 @@ class DemoReport:
             f"the loss curves differ by {found:.1e} relative, allowed {LOSS_LIMIT:.0e}": found
             <= LOSS_LIMIT,
             f"the control (packing without patches) differs by only {control:.1e}, which proves "
-            f"nothing": control > 10 * found,
+            "nothing": control > 10 * found,
             "a continuation depends on the neighbour": len(set(self.continuations.patched)) == 1,
             f"documents influence each other by {self.exact.worst:.1e}": self.exact.worst
             <= self.verification.limits.influence,

@@ -183,7 +183,7 @@ def check_hopper(packages: dict[str, Package], capabilities: Sequence[str | None
         return fla
     reason = (
         f"its backward raises on Hopper with triton {triton.version} without nvcc and tilelang or "
-        f"flash-qla"
+        "flash-qla"
     )
     if setting is None:
         return replace(fla, state="broken", reason=reason, advice=HOPPER_ADVICE)

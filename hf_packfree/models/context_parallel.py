@@ -155,7 +155,7 @@ def resolve_ways(
     if check_attention(config) != "varlen":
         raise PatchConflict(
             f"found attn_implementation={config._attn_implementation!r} under context parallelism; "
-            f"wanted sdpa, which this "
+            "wanted sdpa, which this "
             "package runs itself; call model.set_attn_implementation('sdpa')"
         )
     return replace(settings, **chosen, ways=ways, why="; ".join(said))

@@ -210,7 +210,7 @@ def _check_with_documents(documents: int, cache: Any, seen: int, mask: Any) -> N
     if mask is not None and not isinstance(mask, (Tensor, Mapping)):
         raise BoundaryError(
             f"found a prepared attention_mask of type {type(mask).__name__} "
-            f"with packed rows; wanted "
+            "with packed rows; wanted "
             "None, a tensor or a dict of tensors; drop it, the document boundaries are enough"
         )
 

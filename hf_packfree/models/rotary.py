@@ -74,7 +74,7 @@ def check_rope_type(config: Any) -> None:
     if rope_type(config) not in known:
         raise UnsupportedModel(
             f"found rope_type={rope_type(config)!r}, whose frequencies may depend on the whole "
-            f"row; wanted one of "
+            "row; wanted one of "
             f"{', '.join(sorted(known))}; change config.rope_parameters, or report the type"
         )
 

@@ -50,7 +50,7 @@ class RunOptions:
                 *others, last = map(repr, values)
                 raise ValueError(
                     f"found {name}={found!r}; wanted {', '.join(others)} or {last}; pass one of "
-                    f"them"
+                    "them"
                 )
         if self.batch_invariant and self.padded == "upstream":
             raise ValueError(
@@ -73,7 +73,7 @@ class RunOptions:
         if found is not None:
             raise ValueError(
                 f"found context_parallel together with {found}, which wants whole rows; wanted one "
-                f"of the two; leave one out"
+                "of the two; leave one out"
             )
 
     @property

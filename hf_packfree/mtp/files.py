@@ -139,7 +139,7 @@ def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
     if not source.is_dir():
         raise UnsupportedInput(
             f"found {checkpoint}, which is no folder; wanted the fine-tuned checkpoint's; download "
-            f"it first"
+            "it first"
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UnsupportedInput(
@@ -154,7 +154,7 @@ def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
     if not tensors.files:
         raise MissingHead(
             f"found no multi-token prediction head in {base}; wanted the base model's checkpoint; "
-            f"name one"
+            "name one"
         )
     tensors.check(wanted_shapes(config, tensors.layers))
     _write(source, target, tensors)

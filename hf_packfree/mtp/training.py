@@ -258,7 +258,7 @@ def _targets(given: Call, row: PackedSequence, depth: int) -> tuple[Tensor, Any]
     if shifted is None:
         raise UnsupportedInput(
             f"found labels unlike the batch of {packed.batch_shape} tokens in a training step with "
-            f"multi-token prediction; "
+            "multi-token prediction; "
             "wanted one for each of these tokens; cut or pad labels as the tokens are"
         )
     targets, items = row_targets(shifted, packed, ignored), given.get("num_items_in_batch")
@@ -280,7 +280,7 @@ def _with_loss(output: Any, total: Tensor, items: Any) -> Any:
     elif found is None:
         raise UnsupportedInput(
             f"found a {type(output).__name__} without a loss for labels in a training step with "
-            f"multi-token prediction; wanted "
+            "multi-token prediction; wanted "
             "one to add to; apply_patches(model, mtp='keep') keeps the head without training it"
         )
     if found is not None:

@@ -154,7 +154,7 @@ def parse_cu_seqlens(
     if cu_seqlens.device != device:
         raise BoundaryError(
             f"found {name} on {cu_seqlens.device}; wanted it on {device}, where the tokens are; "
-            f"move it with .to()"
+            "move it with .to()"
         )
     offsets = cu_seqlens.detach().to("cpu", torch.int64)
     if (

@@ -123,7 +123,7 @@ def _whole_number(name: str, given: Any) -> int:
         return number
     raise BoundaryError(
         f"found {name}={given!r}; wanted one whole number, the tokens of the longest document; "
-        f"pass an int"
+        "pass an int"
     )
 
 
@@ -145,7 +145,7 @@ def _check_values(name: str, given: Any) -> None:
     if given.is_meta:
         raise BoundaryError(
             f"found {name} on meta, without values; wanted it on the device of the tokens; build "
-            f"it there"
+            "it there"
         )
     if given.layout != torch.strided or given.is_nested or given.is_quantized:
         kind = (

@@ -96,7 +96,7 @@ def _parse_padding(name: str, mask: Tensor, covers: frozenset[str]) -> BoundaryS
     if bool((whole < 0).any()) or not torch.equal(whole.to(values.dtype), values):
         raise BoundaryError(
             f"found a 2-D {name} with values from {values.min().item()} to {values.max().item()}; "
-            f"wanted 0 "
+            "wanted 0 "
             "and 1, or 0 for padding and 1, 2, 3 ... for documents; an additive mask has to be 4-D"
         )
     if int(whole.max()) <= 1:
@@ -211,6 +211,6 @@ def _read_pairs(name: str, mask: Tensor) -> tuple[Tensor, bool]:
 def _unreadable(name: str, mask: Tensor, found: str) -> BoundaryError:
     return BoundaryError(
         f"found a 4-D {name} of {mask.dtype} with {found}; wanted bool, or an additive one with 0 "
-        f"for what a token sees and a "
+        "for what a token sees and a "
         f"number of {BLOCKED:.0f} or less elsewhere; call .bool() on a mask of zeros and ones"
     )

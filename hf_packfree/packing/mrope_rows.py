@@ -97,6 +97,6 @@ def refuse_packed_mrope(
         row, token = tokens.position_of(int(inside[0]) + 1)
         raise BoundaryConflict(
             f"found mRoPE position_ids that fall at row {row}, token {token}, inside a document by "
-            f"the other inputs; wanted "
+            "the other inputs; wanted "
             "time that falls at starts of documents; build the positions of each document by itself"
         )

@@ -62,7 +62,7 @@ def _sizes(lengths: Sequence[int] | Tensor | Integers) -> Integers:
     if total > np.iinfo(np.int32).max:
         raise BoundaryError(
             f"found document lengths of {total:.0f} tokens together; wanted fewer than 2**31 for "
-            f"int32 offsets; cut the row"
+            "int32 offsets; cut the row"
         )
     return sizes
 

@@ -55,7 +55,7 @@ class ContextParallel:
             if self.group.ndim != 1:
                 raise ValueError(
                     f"found a mesh of {self.group.ndim} dimensions for context parallelism; wanted "
-                    f"one of one dimension; "
+                    "one of one dimension; "
                     "pass mesh['cp'], or what the dimension of context parallelism is called"
                 )
             object.__setattr__(self, "group", self.group.get_group())

@@ -263,13 +263,13 @@ def as_context_parallel(parallelism: Any, state: Any) -> Any:
     if state.distributed_type == "DEEPSPEED":
         raise PatchConflict(
             f"{found} with a DeepSpeed configuration, whose engine would cut rows without their "
-            f"documents; wanted FSDP2 or "
+            "documents; wanted FSDP2 or "
             "DDP; leave DeepSpeed out, or set ParallelismConfig(cp_size=...) with fsdp=True"
         )
     if processes % parallelism.total_size:
         raise PatchConflict(
             f"{found} for {processes} processes; wanted sizes whose product divides them; change "
-            f"sp_size"
+            "sp_size"
         )
     # for DeepSpeed, the remaining processes are data parallel without a size of their own
     shards = parallelism.dp_shard_size * (processes // parallelism.total_size)

@@ -87,7 +87,7 @@ def refuse_disagreement(
     ]
     if found:
         raise UnsupportedInput(
-            f"found different batches on the ranks of a context-parallel group: "
+            "found different batches on the ranks of a context-parallel group: "
             f"{'; '.join(found)}; wanted the same batch on all of them, of which each takes its "
             "part; share the data over the other ranks alone: DistributedSampler(dataset, "
             "num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()), the same seed on "

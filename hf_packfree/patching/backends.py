@@ -75,7 +75,7 @@ def forced_backends(backend: Choice) -> dict[str, str]:
     if not isinstance(backend, Mapping):
         raise BackendUnavailable(
             f"found backend={backend!r}; wanted 'auto', a name or {{op: name}}: {_all_names()}; "
-            f"pass one of them"
+            "pass one of them"
         )
     for op, name in backend.items():
         if op not in OPS or not isinstance(name, str) or name not in {"auto", *OPS[op].backends}:

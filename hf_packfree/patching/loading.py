@@ -159,7 +159,7 @@ def register_patches(
     if options.mtp is not None and options.mtp.checkpoint is not None:
         raise UnsupportedInput(
             f"found checkpoint={options.mtp.checkpoint!r} in mtp; wanted none, because the head is "
-            f"loaded with the model, from the "
+            "loaded with the model, from the "
             "same files; call apply_patches(model, mtp=...) on the loaded model"
         )
     return Registration(options)

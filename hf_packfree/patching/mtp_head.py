@@ -57,7 +57,7 @@ def plan_head(model: nn.Module, family: Family, options: MTPOptions | None) -> l
         if found.options != options:
             raise PatchConflict(
                 f"found {name} with {found.options}; wanted {options}; call remove_mtp(model) "
-                f"before choosing again"
+                "before choosing again"
             )
         _refuse_frozen(there, name, options)
         return []
@@ -161,7 +161,7 @@ def owner_of(model: nn.Module, family: Family) -> tuple[str, Any]:
             return name, module
     raise UnsupportedModel(
         f"found a {type(model).__name__} without a language modelling head; wanted one, which "
-        f"predicts for the multi-token "
+        "predicts for the multi-token "
         "prediction head too; load the model as AutoModelForCausalLM, or leave mtp out"
     )
 
@@ -216,7 +216,7 @@ def add_mtp(model: Model, checkpoint: str | os.PathLike[str] | None = None) -> M
     if family is None:
         raise UnsupportedModel(
             f"found a {type(model).__name__}; wanted a Qwen3.5 or Qwen3-Next model; pass the model "
-            f"itself"
+            "itself"
         )
     steps = plan_head(model, family, MTPOptions(train=False, checkpoint=checkpoint))
     carry_out([step for step in steps if isinstance(step, AddModule)], PatchState())

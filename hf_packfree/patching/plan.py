@@ -44,7 +44,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     if family is None:
         raise UnsupportedModel(
             f"found a {type(model).__name__}, which holds no text model of a supported family; "
-            f"wanted one of "
+            "wanted one of "
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
     refuse_adapters_of_rows(model)

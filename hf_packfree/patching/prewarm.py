@@ -55,7 +55,7 @@ def prewarm(model: nn.Module) -> float:
     if family is None or not report.patched:
         raise UnsupportedModel(
             f"found a {type(model).__name__} to prewarm; wanted a patched model; call "
-            f"apply_patches first"
+            "apply_patches first"
         )
     start = time.perf_counter()
     for trunk in trunks(model, family):

@@ -110,7 +110,7 @@ class PackFreeCallback(TrainerCallback):
         if isinstance(context_parallel, str) and context_parallel != "auto":
             raise ValueError(
                 f"found context_parallel={context_parallel!r}; wanted 'auto', None, a group or a "
-                f"mesh; pass one"
+                "mesh; pass one"
             )
         if context_parallel is not None:
             refuse_unreadable_launch()

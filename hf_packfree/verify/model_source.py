@@ -68,7 +68,7 @@ def build_model(
         )
         raise UnsupportedModel(
             f"found {what}, of which no model can be built ({in_short(error)}); wanted a config "
-            f"whose sizes fit together, and "
+            "whose sizes fit together, and "
             "weights of the same sizes; mend the config, or download the checkpoint again"
         ) from error
 

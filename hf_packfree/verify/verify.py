@@ -207,12 +207,12 @@ def _whole_lengths(given: Any) -> tuple[int, ...]:
     if len(lengths) < 2:
         raise ValueError(
             f"found lengths={lengths}; wanted two documents or more, since one cannot leak; pass "
-            f"[5, 64, 1]"
+            "[5, 64, 1]"
         )
     if not all(type(length) is int and length > 0 for length in lengths) or max(lengths) < 2:
         raise ValueError(
             f"found lengths={lengths}; wanted whole numbers above 0, one of them above 1: in "
-            f"documents of one token "
+            "documents of one token "
             "attention has nothing to learn, and its gradients are rounding alone; pass [5, 64, 1]"
         )
     if sum(lengths) > MOST_TOKENS:

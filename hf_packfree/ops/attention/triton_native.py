@@ -74,7 +74,7 @@ def attend(
     if reach(q, k, v, packed.max_seqlen) > 2**31:
         raise BackendUnavailable(
             f"found a document of {packed.max_seqlen} tokens, more than the Triton kernels can "
-            f"count in 32 bits; wanted "
+            "count in 32 bits; wanted "
             "shorter documents; call apply_patches(model, backend={'attention': 'varlen'})"
         )
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -42,7 +42,7 @@ def unusable(target: Target) -> str | None:
         return reason
     if target.capability is not None and target.capability not in _USED_ON:
         return (
-            f"we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, "
+            "we know it to be exact on compute capability 9.0 and use it on 9.0, 10.0 and 10.3, "
             f"this is {target.gpu}"
         )
     if (reason := needs_half(target)) is not None:
