@@ -294,14 +294,11 @@ def _accept(options: argparse.Namespace) -> int:
                 "one to try; packfree mtp "
                 f"{options.checkpoint} --copy-from BASE --to OUT puts the base model's there"
             )
-        model = apply_patches(
-            build_model(options.checkpoint, device=_device(options.device)), mtp="keep"
-        ).eval()
+        device = _device(options.device)
+        model = apply_patches(build_model(options.checkpoint, device=device), mtp="keep").eval()
         tokenizer = _tokenizer(options.checkpoint)
         ids = [tokenizer(line)["input_ids"] for line in lines]
-        prompts = [
-            torch.tensor(one, dtype=torch.int64, device=_device(options.device)) for one in ids
-        ]
+        prompts = [torch.tensor(one, dtype=torch.int64, device=device) for one in ids]
         found = accepted_drafts(model, prompts, new_tokens=options.new_tokens, depth=options.depth)
     _answer(options, found, lambda found: say(str(found)))
     return FINE
