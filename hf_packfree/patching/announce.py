@@ -1,4 +1,4 @@
-"""The messages after a model was patched: one line on stderr, and the log."""
+"""The messages while and after a model is patched: one line on stderr, and the log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import nn
@@ -24,8 +25,6 @@ from hf_packfree.patching.report import (
     as_under_autocast,
     called_in_words,
     patch_report,
-    warn_of_heads,
-    warn_once,
 )
 from hf_packfree.patching.sharding import a_parameter, what_layers_read
 from hf_packfree.versions import LAUNCHED_TRITON
@@ -114,6 +113,18 @@ def line(report: PatchReport, slow: Sequence[str]) -> str:
     if report.called:
         parts.append(called_in_words(report.called))
     return "; ".join(parts)
+
+
+def warn_of_heads(left_alone: dict[str, str]) -> None:
+    """Warn of heads that are not swapped, once per process and class name."""
+    for name, reason in left_alone.items():
+        warn_once(f"{name} is left alone: {reason}")
+
+
+@cache
+def warn_once(sentence: str) -> None:
+    """Log a warning once per process, however many models are patched."""
+    logger.warning("%s", sentence)
 
 
 def _running(kernels: Kernels, time: str, where: str = "") -> list[str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from torch import nn
 from transformers.utils.hub import cached_file
 
+from hf_packfree.patching.announce import warn_once
 from hf_packfree.patching.family import Family
-from hf_packfree.patching.report import warn_once
 
 
 def warn_of_dropped_tower(model: nn.Module, family: Family) -> None:

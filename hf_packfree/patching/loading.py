@@ -26,13 +26,13 @@ from hf_packfree.models.run_options import CudaGraphs, Padded, Unpacked
 from hf_packfree.models.state import find_state
 from hf_packfree.mtp.head_options import Choice as MTPChoice
 from hf_packfree.mtp.head_options import MTPOptions, mtp_options
+from hf_packfree.patching.announce import warn_of_heads, warn_once
 from hf_packfree.patching.apply import patch, remove_patches
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.mtp_head import add_while_loading
 from hf_packfree.patching.options import Options
 from hf_packfree.patching.plan import head_swap, unpatched_heads
 from hf_packfree.patching.registry import FAMILIES, family_of
-from hf_packfree.patching.report import warn_of_heads, warn_once
 from hf_packfree.patching.steps import ClassSwap, carry_out
 
 _in_force: list[Registration] = []

@@ -18,10 +18,10 @@ from hf_packfree.mtp.attached import AttachedHead
 from hf_packfree.mtp.checkpoint import head_tensors
 from hf_packfree.mtp.head import shapes_of
 from hf_packfree.mtp.head_options import MTPOptions
+from hf_packfree.patching.announce import warn_once
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import family_of
-from hf_packfree.patching.report import warn_once
 from hf_packfree.patching.steps import (
     AddModule,
     Change,

@@ -4,12 +4,10 @@ logged.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +37,6 @@ from hf_packfree.patching.plan import (
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.sharding import is_fsdp1, is_fsdp2, policy_dtype, what_layers_read
 
-logger = logging.getLogger("hf_packfree")
 MEASURED = "is in no table; its packed rows were measured on a tiny copy"
 NOT_FUSED = "linear layers are transformers' own: none is fused, with LoRA or without"
 FLAT = "FSDP1's flat parameters"
@@ -386,15 +383,3 @@ def _config(model: nn.Module, family: Family | None) -> Any:
     if found is not None or family is None:
         return found
     return next((trunk.config for trunk in trunks(model, family)), None)
-
-
-def warn_of_heads(left_alone: dict[str, str]) -> None:
-    """Warn of heads that are not swapped, once per process and class name."""
-    for name, reason in left_alone.items():
-        warn_once(f"{name} is left alone: {reason}")
-
-
-@cache
-def warn_once(sentence: str) -> None:
-    """Log a warning once per process, however many models are patched."""
-    logger.warning("%s", sentence)

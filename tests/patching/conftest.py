@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops import attention, backend, conv, delta_rule, fla_support, ssd
-from hf_packfree.patching import invariance, report
+from hf_packfree.patching import announce, invariance
 from tests.patching.machines import INSTALLED
 
 
@@ -19,7 +19,7 @@ def forget():
 @pytest.fixture(autouse=True)
 def nothing_was_said():
     """Let what is said once per process be said again."""
-    report.warn_once.cache_clear()
+    announce.warn_once.cache_clear()
 
 
 @pytest.fixture
