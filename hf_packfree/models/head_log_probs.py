@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.base import size_of_linear
 from hf_packfree.models.head_loss import gathered
+from hf_packfree.models.linear_weights import compute_dtype
 from hf_packfree.models.plain_layers import is_hooked
 from hf_packfree.ops.backend import Target, needs_triton
 from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
@@ -225,7 +226,7 @@ def layer_log_probs(
         temperature=question.temperature,
         wanted=question.wanted,
         expected=question.expected,
-        dtype=torch.float32 if question.in_fp32 else _dtype(hidden, weight),
+        dtype=torch.float32 if question.in_fp32 else compute_dtype(hidden, weight),
         backend=backend if backend and backend != "upstream" else _fastest(hidden),
     )
 
@@ -241,14 +242,6 @@ def _plain(layer: Any) -> nn.Linear | None:
     plain = type(layer) is nn.Linear and not is_hooked(layer) and "forward" not in vars(layer)
     kinds = {type(one) for one in (layer.weight, layer.bias)} if plain else {None}
     return layer if kinds <= {nn.Parameter, Tensor, DTensor, type(None)} else None
-
-
-def _dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return autocast's dtype where autocast is on, else that of the hidden states."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(kind)
-    return hidden.dtype
 
 
 def _fastest(hidden: Tensor) -> str:

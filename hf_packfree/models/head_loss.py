@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_packfree.models.linear_weights import has_hooks
+from hf_packfree.models.linear_weights import autocast_dtype, has_hooks
 from hf_packfree.models.plain_layers import all_are_hooked, forward_of, is_hooked
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import OP as LOSS
@@ -325,9 +325,8 @@ def as_multiplied(hidden: Tensor, layer: Any) -> tuple[Tensor, Tensor, Tensor | 
         or weight.device != hidden.device
     ):
         return None
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(hidden.device)
+    if dtype is not None and torch.float64 not in (hidden.dtype, weight.dtype):
         hidden, weight, bias = (
             hidden.to(dtype),
             weight.to(dtype),

@@ -32,11 +32,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if under_autocast(device) else None
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of a linear layer's product with x: autocast's where autocast is on, else
-    x's.
+def compute_dtype(x: Tensor, *weights: Tensor) -> torch.dtype:
+    """Return the dtype of a linear layer's product with x: autocast's where autocast is on and
+    nothing is in float64, else x's.
     """
-    if under_autocast(x.device) and x.dtype != torch.float64:
+    if under_autocast(x.device) and torch.float64 not in [one.dtype for one in (x, *weights)]:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 

@@ -24,6 +24,7 @@ from hf_packfree.models.call import Call
 from hf_packfree.models.entry import read_call
 from hf_packfree.models.heads import at_least_one
 from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
+from hf_packfree.models.linear_weights import autocast_dtype
 from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.models.row import row_positions
 from hf_packfree.models.state import PatchState, state_of
@@ -50,9 +51,7 @@ class _Noted:
     given: Call | None
     outer: _Noted | None
     backends: PatchState = PatchState()
-    autocast: dict[str, Any] = field(
-        default_factory=lambda: {"device_type": "cpu", "enabled": False}
-    )
+    autocast: torch.dtype | None = None
     packed: PackedSequence | None = None
     row: dict[str, Any] = field(default_factory=dict)
 
@@ -132,12 +131,7 @@ class MTPTraining:
             hidden, embeddings = hidden.detach(), embeddings.detach()
         embeddings = with_right_context(embeddings[0], packed, self.options.depth)[None]
         call.packed, call.backends = packed, state_of(trunk)
-        kind = hidden.device.type
-        call.autocast = {
-            "device_type": kind,
-            "enabled": torch.is_autocast_enabled(kind),
-            "dtype": torch.get_autocast_dtype(kind),
-        }
+        call.autocast = autocast_dtype(hidden.device)
         call.row = {
             "hidden": hidden,
             "embeddings": embeddings,
@@ -166,7 +160,8 @@ class MTPTraining:
             return None
         # autocast as in the text model: accelerate's ends with the model's forward, before this
         # hook
-        with torch.autocast(**call.autocast):
+        kind, dtype = call.row["hidden"].device.type, call.autocast
+        with torch.autocast(kind, dtype, enabled=dtype is not None):
             return _with_loss(output, *self._loss(model, call, call.given, call.packed))
 
     def _loss(

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_packfree.errors import UnsupportedModel
 from hf_packfree.models import head_loss
+from hf_packfree.models.linear_weights import compute_dtype
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import OP as LOSS
 from hf_packfree.ops.loss import linear_cross_entropy
@@ -87,8 +88,7 @@ def _run_loss(head: Any) -> None:
     if head_loss.why_logits_are_made(head) is not None:
         return
     weight = head.get_output_embeddings().weight.detach()
-    if torch.is_autocast_enabled(weight.device.type):
-        weight = weight.to(torch.get_autocast_dtype(weight.device.type))
+    weight = weight.to(compute_dtype(weight))
     backend = state_of(head).kernels_for(weight.device, weight.dtype)[LOSS.name]
     x = weight.new_zeros(2, weight.shape[1]).requires_grad_()
     targets = torch.zeros(2, dtype=torch.int64, device=weight.device)
