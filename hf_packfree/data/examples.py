@@ -17,19 +17,13 @@ from torch import Tensor
 from hf_packfree.errors import UnsupportedInput, in_short
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.media_checks import check_media_tensors
+from hf_packfree.models.media_keywords import FEATURES, PIXELS, SECONDS, SIZES
 from hf_packfree.versions import ASSISTANT_MASK_WITH_MEDIA_SINCE
 
-FLAT = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_values_videos",
-    "video_grid_thw",
-    "second_per_grid_ts",
-    "video_second_per_grid",
-)
+FLAT = (*PIXELS.values(), *PIXELS, *SECONDS)
 """Keywords whose items are concatenated along the first dimension, in a document and in a row."""
 
-PADDED = ("input_features", "feature_attention_mask")
+PADDED = (FEATURES["audio"], SIZES["audio"])
 """Keywords whose items are padded to the longest: [M, bins, frames] and [M, frames]."""
 
 _SEVERAL: dict[str, Callable[[Tensor], bool]] = {

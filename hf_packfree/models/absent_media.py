@@ -18,13 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_packfree.models.compat import cache_of
 from hf_packfree.models.media_checks import values_of_a_patch
+from hf_packfree.models.media_keywords import AUDIO_SIZES, FEATURES, SIZES
 
 _TOWERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "audio_tower": {"audio": ("input_features", "feature_attention_mask", "audio_feature_lengths")},
-    "visual": {
-        "image": ("pixel_values", "image_grid_thw"),
-        "video": ("pixel_values_videos", "video_grid_thw"),
-    },
+    "audio_tower": {"audio": (FEATURES["audio"], *AUDIO_SIZES)},
+    "visual": {kind: (FEATURES[kind], SIZES[kind]) for kind in ("image", "video")},
 }
 """{tower: {kind of media: its arguments}}, in the order in which upstream runs the kinds."""
 _FRAMES = 8

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_packfree.models import compat
+from hf_packfree.models.media_keywords import OF_ITEMS
 from hf_packfree.packing import Batch, PackedSequence
 
 UNREAD = None
@@ -17,16 +18,7 @@ UNPACKED = False
 """The value of the argument `packed_sequence` once the batch is read, if it runs as upstream runs
 it.
 """
-_MEDIA = (
-    "pixel_values",
-    "pixel_values_videos",
-    "image_grid_thw",
-    "video_grid_thw",
-    "mm_encoder_outputs",
-    "input_features",
-    "feature_attention_mask",
-    "audio_feature_lengths",
-)
+_MEDIA = (*OF_ITEMS, "mm_encoder_outputs")
 _OF_MEDIA = ("image_", "video_", "audio_")
 """The prefixes of the names of other arguments of towers."""
 

@@ -17,10 +17,10 @@ from hf_packfree.errors import PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.call import Call, of_media
 from hf_packfree.models.labels import IGNORED
-from hf_packfree.models.rope_index import SECONDS
+from hf_packfree.models.media_keywords import FEATURES, OF_ITEMS, SECONDS
 from hf_packfree.models.same_batch import refuse_other_ranks
 from hf_packfree.models.sharded_media import reaching_media
-from hf_packfree.models.vision_language import FEATURES, GRIDS, share_media
+from hf_packfree.models.vision_language import share_media
 from hf_packfree.ops.op import Op, in_words
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence, repad, shard_row
@@ -199,7 +199,7 @@ def _way(
     return fitting[0], why
 
 
-_SHARED = {*FEATURES.values(), *GRIDS, *SECONDS, "feature_attention_mask", "audio_feature_lengths"}
+_SHARED = {*OF_ITEMS, *SECONDS}
 """Arguments of media of which each rank takes the items of its shard."""
 
 

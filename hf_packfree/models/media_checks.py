@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError
+from hf_packfree.models.media_keywords import PIXELS
 
-PIXELS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
-"""{argument with grids: argument with the patches that the grids count}."""
 _PROCESSORS = "pass what the processor returned for these documents"
 _SHAPES = {
     **dict.fromkeys(PIXELS, ("an integer", "[M, 3]")),

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.models.media_keywords import SECONDS
 from hf_packfree.packing.media import Media, media_offsets
 
-SECONDS = ("second_per_grid_ts", "video_second_per_grid")
-"""The keywords of a forward for the seconds between two grids of a video."""
 _SECONDS = ("second_per_grid_ts", "second_per_grids")
 """The parameters of `get_rope_index` for the seconds between two grids of a video."""
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_packfree.models.media_keywords import AUDIO_SIZES, FEATURES, SIZES
 from hf_packfree.models.rope_index import RowMedia
 from hf_packfree.packing import RowShard
 from hf_packfree.packing.marks import KEPT
@@ -82,11 +83,8 @@ def _held(kind: Media, input_ids: Tensor, shard: RowShard) -> tuple[slice, slice
 
 
 def _pixels(row: dict[str, Any], media: RowMedia, items: slice, kind: str) -> dict[str, Any]:
-    name, grids = (
-        f"{kind}_grid_thw",
-        media.image_grid_thw if kind == "image" else media.video_grid_thw,
-    )
-    pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
+    pixels, name = FEATURES[kind], SIZES[kind]
+    grids = getattr(media, name)
     if grids is None:
         return {}
     return {pixels: row[pixels][_part(grids.prod(-1), items)], name: row[name][items]}
@@ -95,11 +93,7 @@ def _pixels(row: dict[str, Any], media: RowMedia, items: slice, kind: str) -> di
 def _audio(row: dict[str, Any], media: RowMedia, items: slice) -> dict[str, Any]:
     if media.audio_lengths is None:
         return {}
-    given = {
-        name: row[name]
-        for name in ("feature_attention_mask", "audio_feature_lengths")
-        if row.get(name) is not None
-    }
+    given = {name: row[name] for name in AUDIO_SIZES if row.get(name) is not None}
     # without the mask, features are [mel bins, frames of all audios]
     padded = "feature_attention_mask" in given
     audio = row["input_features"]

@@ -18,14 +18,9 @@ from hf_packfree.models.base import Replacement
 from hf_packfree.models.call import Call
 from hf_packfree.models.entry import enter
 from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
+from hf_packfree.models.media_keywords import FEATURES, PIXELS, SECONDS, SIZES
 from hf_packfree.models.placeholders import PlaceholderMask
-from hf_packfree.models.rope_index import (
-    SECONDS,
-    RowMedia,
-    items_of_documents,
-    media_of,
-    packed_positions,
-)
+from hf_packfree.models.rope_index import RowMedia, items_of_documents, media_of, packed_positions
 from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
@@ -34,12 +29,6 @@ from hf_packfree.packing.marks import COUNTED, CountedMedia
 from hf_packfree.packing.mrope_rows import is_text
 from hf_packfree.packing.opaque import replaced
 from hf_packfree.packing.pinned import to_device
-
-FEATURES = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
-"""{kind of media: keyword of its values}."""
-SIZES = {"image": "image_grid_thw", "video": "video_grid_thw", "audio": "feature_attention_mask"}
-"""{kind of media: keyword of the sizes of its items}."""
-GRIDS = (SIZES["image"], SIZES["video"])
 
 
 class PackedVisionLanguage(Replacement):
@@ -315,7 +304,7 @@ def _marked_grids(source: Any, media: RowMedia, row: dict[str, Any]) -> dict[str
     ours = isinstance(source.visual, PackedVisionTower) and "forward" not in vars(source.visual)
     return {
         name: mark_packed(getattr(media, name) if ours else row[name])
-        for name in GRIDS
+        for name in PIXELS
         if row.get(name) is not None
     }
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import BlindMeasurement, LeakDetected
 from hf_packfree.models.call import UNREAD
+from hf_packfree.models.media_keywords import FEATURES
 from hf_packfree.models.rope_index import RowMedia, media_of
 from hf_packfree.models.state import PatchState
-from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence, shard_of, unpad
 from hf_packfree.packing.media import Media, media_offsets
 from hf_packfree.packing.tree import Tree

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from hf_packfree.errors import BlindMeasurement
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.linear_weights import autocast_dtype
+from hf_packfree.models.media_keywords import FEATURES
 from hf_packfree.models.slow_decay import slow_decays
-from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.verify.packing_report import Measurement, relative_rms
 from hf_packfree.verify.random_documents import (
     MediaDocuments,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.models.media_checks import values_of_a_patch
+from hf_packfree.models.media_keywords import FEATURES
 from hf_packfree.models.rope_index import RowMedia, media_of, token_types
-from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.tree import Tree
 

@@ -17,9 +17,9 @@ from hf_packfree import PackedSequence, apply_patches, verify_packing
 from hf_packfree.errors import LeakDetected
 from hf_packfree.models import context_parallel, vision_language
 from hf_packfree.models.head_loss import LossOfCall
+from hf_packfree.models.media_keywords import FEATURES
 from hf_packfree.models.rope_index import rope_source
 from hf_packfree.models.sharded_media import mark_kept
-from hf_packfree.models.vision_language import FEATURES
 from hf_packfree.mtp import MTPOptions, training
 from hf_packfree.ops.attention import OP as ATTENTION
 from hf_packfree.ops.attention.across_ranks import attend_by_heads
