@@ -219,9 +219,13 @@ def fsdp2(path: Path) -> str:
         "transformers, packed": "unpatched packed",
         "composed by hand": "composed without packfree",
         "packfree": "packfree",
+        "packfree, CUDA graphs": "packfree, CUDA graphs",
         "groups of 4 layers, weights kept": "packfree, wrapped: groups of 4 layers, weights kept",
         "groups of 2, 11 and 11, kept": (
             "packfree, wrapped: groups of 2, 11 and 11 layers, weights kept"
+        ),
+        "groups of 4, weights kept, CUDA graphs": (
+            "packfree, CUDA graphs, wrapped: groups of 4 layers, weights kept"
         ),
         "frozen weights whole": "packfree, wrapped: frozen weights whole",
         "packfree, one GPU, bf16 weights": "packfree, one GPU",

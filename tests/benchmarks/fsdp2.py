@@ -7,9 +7,10 @@ adapters on a bf16 base, under autocast): packed rows, every rank with a row of 
 A step is forward with head and loss, backward and fused AdamW, as accelerate sets FSDP2 up: each
 layer and the model sharded, parameters gathered in bf16, gradients reduced in fp32
 (`MixedPrecisionPolicy`). "tokens" are a rank's, "real_tokens_per_s" all ranks' together, "ms" and
-"peak_gib" the slowest and the fullest rank's. "packfree, one GPU" has bf16 weights and no shards;
-beside DDP's rows it has the weights that they have, under autocast. Rows of other `SHARDINGS` say in
-their name how they are wrapped.
+"peak_gib" the slowest and the fullest rank's; "reserved_gib", the first rank's, has the memory that
+CUDA graphs keep. "packfree, one GPU" has bf16 weights and no shards; beside DDP's rows it has the
+weights that they have, under autocast. Rows of other `SHARDINGS` say in their name how they are
+wrapped.
 """
 
 from __future__ import annotations
@@ -111,12 +112,19 @@ def rows_of() -> list[Row]:
         for work, (options, tokens) in workloads.items()
     ]
     ours = [row for row in sharded if row.name == "packfree"]
+    graphed = [
+        row._replace(
+            name=f"{row.name}, CUDA graphs", variant=replace(row.variant, cuda_graphs="auto")
+        )
+        for row in ours
+        if row.tokens < TOKENS
+    ]
     others = [row for row in sharded if row.name != "packfree"]
     beside = find_spec("fla") and find_spec("liger_kernel")
     # stock finds no memory for the logits of 32k tokens, and a rank that fails ends all
     others = [row for row in others if row.name != "unpatched packed" or row.tokens < TOKENS]
-    wrapped = [each for row in ours for each in wrapped_otherwise(row)]
-    return [*ours, *alone, *(others if beside else []), *data_parallel(), *compiled, *wrapped]
+    wrapped = [each for row in (*ours, *graphed) for each in wrapped_otherwise(row)]
+    return [*ours, *graphed, *alone, *(others if beside else []), *data_parallel(), *compiled, *wrapped]
 
 
 def wrapped_otherwise(row: Row) -> list[Row]:
@@ -198,6 +206,8 @@ def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:
             called.config = model.config
         step = load.step(called, device)
         found = bench.timed(step, together=bool(row.parallel)) | what_runs(model)
+        if device == "cuda":
+            found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         found |= {
             "real_tokens_per_s": 1e3 * tokens * world / found["ms"],
             **load.facts(),
