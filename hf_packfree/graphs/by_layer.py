@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.ahead import Inputs
 from hf_packfree.graphs.capture import Pool
 from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.layer_calls import CallsOfLayers, forwards_of
-from hf_packfree.graphs.layer_graphs import LayerGraphs
+from hf_packfree.graphs.layer_graphs import LayerGraphs, Memory
 from hf_packfree.graphs.settings import HOOKS, WEIGHTS, Settings
 from hf_packfree.graphs.whole import Layers
 from hf_packfree.ops.rounded_weights import RoundedWeights
@@ -36,12 +37,13 @@ class ByLayer:
     runs_ahead = False
 
     def __init__(self, trunk: Any) -> None:
-        self._layers = [*trunk.layers]
+        self._layers: nn.ModuleList = trunk.layers
         # weights are read where FSDP2 has gathered them
         self.settings = Settings(trunk.layers, own_weights=False)
         self.why_not = why_not_layers(trunk.layers)
         self.rounded = RoundedWeights()
         self._calls: dict[Any, CallsOfLayers] = {}
+        self._memory: Memory = {}
 
     def note(self, key: Any, layers: Layers, inputs: Inputs, row: PackedSequence) -> Tensor | None:
         """Run the first row of a length without a graph, and note what its layers are called with:
@@ -67,7 +69,10 @@ class ByLayer:
         rounded: RoundedWeights,
     ) -> LayerGraphs:
         """Return the graphs of the layers, see `Whole.capture`."""
-        return LayerGraphs(self._calls[_length_of(key)], packed, pool, self.settings)
+        with checkpointing.in_capture(self._layers):
+            return LayerGraphs(
+                self._calls[_length_of(key)], packed, pool, self._memory, kept=self.settings
+            )
 
 
 def _length_of(key: Any) -> Any:
@@ -90,7 +95,11 @@ def _why_not_part(part: Any, whole: bool) -> str | None:
     if isinstance(part, FSDPModule) and not whole:
         return "is sharded by itself"
     if getattr(part, "gradient_checkpointing", False):
-        return "is recomputed, and FSDP shards its weights"
+        # before transformers 5.24 with the hooks that gather its weights
+        if type(part).__call__ is not nn.Module.__call__:
+            return "is recomputed with its hooks"
+        if checkpointing.why_not(part) is not None:
+            return "is recomputed by another function than torch's checkpoint"
     if part._compiled_call_impl is not None:
         return "is compiled"
     found = [value for name in HOOKS for value in _hooks(vars(part).get(name))]

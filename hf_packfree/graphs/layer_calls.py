@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.graphs.settings import places_of, weights_at
+from hf_packfree.graphs.settings import WEIGHTS, places_of, weights_at
 from hf_packfree.packing import PackedSequence
 
 Forward = Callable[..., Any]
@@ -27,12 +27,14 @@ class LayerCall:
         follows: whether the input was the output of the layer before.
         arguments: everything else, positional and by name, with the tensors of `CallsOfLayers`.
         weights: of the sizes and dtypes of its gathered weights, without memory.
+        is_plain: whether each of these was torch's own tensor.
     """
 
     hidden: Tensor
     follows: bool
     arguments: Arguments
     weights: list[Tensor]
+    is_plain: bool
 
 
 class CallsOfLayers:
@@ -43,7 +45,7 @@ class CallsOfLayers:
         why_not: why that cannot be replayed, or None.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: nn.ModuleList) -> None:
         self.layers, self.calls = layers, list[LayerCall]()
         self.why_not: str | None = None
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -61,8 +63,9 @@ class CallsOfLayers:
                     LayerCall(
                         hidden=_without_memory(hidden_states),
                         follows=self._last is not None and is_same(hidden_states, self._last),
-                        arguments=_changed((args, kwargs), self._copy),
+                        arguments=with_record(_changed((args, kwargs), self._copy), None),
                         weights=[*map(_without_memory, weights)],
+                        is_plain={*map(type, weights)} <= {*WEIGHTS},
                     )
                 )
             out = own(hidden_states, *args, **kwargs)
@@ -80,13 +83,15 @@ class CallsOfLayers:
         follow = all(call.follows for call in self.calls[1:])
         if not len(self.calls) == len(self.layers) == self._called or not follow:
             self.why_not = "its layers do not follow each other"
+        elif not all(call.is_plain for call in self.calls):
+            self.why_not = "what FSDP gathers of its weights is sharded in another way, too"
         self._copies.clear()
         self._last = None
 
 
 @contextmanager
 def forwards_of(
-    layers: Sequence[nn.Module], replaced: Callable[[int, Forward], Forward]
+    layers: nn.ModuleList, replaced: Callable[[int, Forward], Forward]
 ) -> Iterator[None]:
     """Within the block, calls of the layers run other forwards, in the same hooks."""
     before = [vars(layer).get("forward") for layer in layers]
@@ -120,14 +125,10 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def with_record(arguments: Arguments, packed: PackedSequence) -> Arguments:
-    """Return a layer's arguments with another record."""
+def with_record(arguments: Arguments, packed: PackedSequence | None) -> Arguments:
+    """Return a layer's arguments with another record, or without."""
     args, kwargs = arguments
-    named = {
-        name: packed if isinstance(value, PackedSequence) else value
-        for name, value in kwargs.items()
-    }
-    return args, named
+    return args, {**kwargs, "packed_sequence": packed}
 
 
 def is_same(x: Tensor, other: Tensor) -> bool:

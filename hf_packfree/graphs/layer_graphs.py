@@ -58,6 +58,10 @@ class GatheredWeights:
             torch._foreach_copy_(self._memory, weights)
 
 
+Memory = dict[Any, GatheredWeights]
+"""{sizes and dtypes of a layer's weights: their memory}."""
+
+
 class LayerGraph:
     """One layer as two CUDA graphs, forward and backward.
 
@@ -81,14 +85,14 @@ class LayerGraph:
     ) -> None:
         self.call, self.hidden, self.weights = call, hidden, weights
         self.is_last, self.tensors = is_last, tensors_in(arguments)
-        self._own, self._arguments, self._places = layer.forward, arguments, places_of(layer)
+        self._own, self._arguments, self.places = layer.forward, arguments, places_of(layer)
         self._leaves = [x for x in (hidden, *weights.read) if x.requires_grad]
         self.has_backward = bool(self._leaves)
 
     def compute(self) -> Tensor:
         """Run the layer's own forward on what is at the fixed addresses."""
         args, kwargs = self._arguments
-        with reading(self._places, self.weights.read):
+        with reading(self.places, self.weights.read):
             out = self._own(self.hidden, *args, **kwargs)
         if not isinstance(out, Tensor):
             raise NotCapturable(f"a layer returns a {type(out).__name__}")
@@ -102,7 +106,8 @@ class LayerGraph:
             for _ in range(WARM_UP):
                 out = self.compute()
                 if self.has_backward:
-                    gradients(out, self._leaves, torch.zeros_like(out))
+                    with reading(self.places, self.weights.read):
+                        gradients(out, self._leaves, torch.zeros_like(out))
         before.wait_stream(pool.stream)
         refuse_other_leaves(out, self._leaves)
         del out
@@ -116,7 +121,8 @@ class LayerGraph:
         """
         self.d_out, found = d_out, iter(())
         if self.has_backward:
-            with pool.capture() as self._backward:
+            # layers that are recomputed read their weights once more
+            with reading(self.places, self.weights.read), pool.capture() as self._backward:
                 found = iter(gradients(self.out, self._leaves, d_out))
         self._keep(found)
 
@@ -131,10 +137,13 @@ class LayerGraph:
         self.out, self._leaves = borrowed(self.out), []
         self.hidden = borrowed(self.hidden) if self.call.follows else self.hidden.detach()
 
-    def weights_now(self) -> list[Tensor] | None:
-        """Return the gathered weights; None if they are others than were captured."""
-        weights = weights_at(self._places)
-        return weights if all(map(_are_alike, weights, self.call.weights)) else None
+    def fits(self, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Whether the layer was captured with such weights and arguments."""
+        return (
+            len(tensors) == len(self.tensors)
+            and all(map(_are_alike, weights, self.call.weights))
+            and all(map(_are_alike, tensors, self.tensors))
+        )
 
     def replay(self, row: Row, hidden: Tensor, weights: list[Tensor]) -> Tensor:
         """Return the layer's output and its place in autograd."""
@@ -155,7 +164,7 @@ class LayerGraph:
         weights.
         """
         # where other layers' have been since
-        self.weights.write(weights_at(self._places))
+        self.weights.write(weights_at(self.places))
         self.d_out.copy_(d_out)
         self._run_backward()
         copies = [torch.empty_like(x) for x in self._written]
@@ -181,17 +190,23 @@ class LayerGraphs:
         calls: what they are called with.
         packed: the record that they read.
         pool: the memory of the graphs.
+        memory: that of weights, for graphs of all lengths.
         kept: what holds all else that they read.
 
     Attributes:
-        is_stale: whether a layer's weights turned out to be others than were captured.
+        is_stale: whether a layer's weights or arguments turned out to be others than were captured.
 
     Raises:
         NotCapturable, RuntimeError: they cannot be captured.
     """
 
     def __init__(
-        self, calls: CallsOfLayers, packed: CapturedSequence, pool: Pool, kept: Any = None
+        self,
+        calls: CallsOfLayers,
+        packed: CapturedSequence,
+        pool: Pool,
+        memory: Memory,
+        kept: Any = None,
     ) -> None:
         if calls.why_not is not None:
             raise NotCapturable(calls.why_not)
@@ -203,10 +218,9 @@ class LayerGraphs:
         with torch.cuda.device_of(packed.seq_idx), _autocast(packed.seq_idx.device):
             # of what steps before left to the allocator, another stream can reuse nothing
             torch.cuda.empty_cache()
-            self._capture(calls.calls)
+            self._capture(calls.calls, memory)
 
-    def _capture(self, calls: Sequence[LayerCall]) -> None:
-        memory: dict[Any, GatheredWeights] = {}
+    def _capture(self, calls: Sequence[LayerCall], memory: Memory) -> None:
         device, out = self.packed.seq_idx.device, None
         for number, (layer, call) in enumerate(zip(self.layers, calls, strict=True)):
             sizes = tuple(map(_facts, call.weights))
@@ -240,7 +254,7 @@ class LayerGraphs:
 
         Args:
             layers: runs the text model's forward on a row of the bucket, with the record `packed`.
-            plain: returns the row's own record, for a layer whose weights are not as captured.
+            plain: returns the row's own record, for a layer that is not called as it was captured.
         """
         row = Row(sum(graph.has_backward for graph in self.graphs))
         written: dict[int, Tensor] = {}
@@ -249,12 +263,12 @@ class LayerGraphs:
             graph = self.graphs[number]
 
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-                weights = graph.weights_now()
-                if weights is None:
+                weights, tensors = weights_at(graph.places), tensors_in((args, kwargs))
+                if not graph.fits(weights, tensors):
                     self.is_stale, row.left = True, row.left - graph.has_backward
                     args, kwargs = with_record((args, kwargs), plain())
                     return own(hidden_states, *args, **kwargs)
-                for fixed, given in zip(graph.tensors, tensors_in((args, kwargs)), strict=True):
+                for fixed, given in zip(graph.tensors, tensors, strict=True):
                     if written.get(id(fixed)) is not given:
                         written[id(fixed)] = given
                         fixed.copy_(given)

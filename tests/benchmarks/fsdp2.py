@@ -124,7 +124,15 @@ def rows_of() -> list[Row]:
     # stock finds no memory for the logits of 32k tokens, and a rank that fails ends all
     others = [row for row in others if row.name != "unpatched packed" or row.tokens < TOKENS]
     wrapped = [each for row in (*ours, *graphed) for each in wrapped_otherwise(row)]
-    return [*ours, *graphed, *alone, *(others if beside else []), *data_parallel(), *compiled, *wrapped]
+    return [
+        *ours,
+        *graphed,
+        *alone,
+        *(others if beside else []),
+        *data_parallel(),
+        *compiled,
+        *wrapped,
+    ]
 
 
 def wrapped_otherwise(row: Row) -> list[Row]:

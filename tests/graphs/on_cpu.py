@@ -17,6 +17,7 @@ from hf_packfree.graphs import (
     capture,
     captured,
     captured_sequence,
+    checkpointing,
     gradient_buffers,
     layer_graphs,
     parts,
@@ -83,7 +84,11 @@ class LayerAgain(layer_graphs.LayerGraph):
 
     def compute(self):
         args, kwargs = self._arguments
-        with layer_graphs.reading(self._places, self.weights.read):
+        layer = self._own.__self__
+        with (
+            layer_graphs.reading(self.places, self.weights.read),
+            checkpointing.in_capture(layer),
+        ):
             return self._own(self.leaf, *args, **kwargs)
 
     def capture(self, pool):
@@ -94,7 +99,8 @@ class LayerAgain(layer_graphs.LayerGraph):
 
     def capture_backward(self, d_out, pool):
         self.d_out = d_out
-        found = parts.gradients(self.out, self._leaves, d_out) if self._leaves else ()
+        with layer_graphs.reading(self.places, self.weights.read):
+            found = parts.gradients(self.out, self._leaves, d_out) if self._leaves else ()
         self.written = [None if x is None else x.clone() for x in found]
         self._keep(iter(self.written))
 
@@ -103,7 +109,8 @@ class LayerAgain(layer_graphs.LayerGraph):
             self.out.copy_(self.compute())
 
     def _run_backward(self):
-        with torch.enable_grad():
+        reading = layer_graphs.reading(self.places, self.weights.read)
+        with torch.enable_grad(), reading:
             found = parts.gradients(self.compute(), self.leaves, self.d_out)
         for written, grad in zip(self.written, found, strict=True):
             if grad is not None:

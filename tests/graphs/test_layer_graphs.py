@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report
@@ -97,6 +98,18 @@ def test_a_sharded_model_trains_as_one_without_graphs(name, one_rank):
     model, other = sharded(*WRAPPINGS[name]), apply_patches(plain_model())
     assert_trains_as(model, other)
     # the first row is seen, the second notes how layers are called
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+# of checkpointing's newer name
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_are_recomputed(one_rank, reentrant):
+    model, other = (
+        sharded(prepare=lambda model: checkpoint_layers(model, reentrant=reentrant)),
+        apply_patches(plain_model()),
+    )
+    assert_trains_as(model, other)
     assert runner_of(model).replayed == 2 * len(ROWS) - 2
 
 
@@ -244,6 +257,14 @@ def hooked(model):
     model.base_model.layers[1].register_forward_hook(lambda *_: None)
 
 
+def other_checkpoint(model):
+    checkpoint_layers(model)
+    for layer in model.base_model.layers:
+        layer._gradient_checkpointing_func = lambda function, *args: checkpoint(
+            function, *args, use_reentrant=False
+        )
+
+
 def compiled(model):
     """As `layer.compile()` does, without compiling."""
     layer = model.base_model.layers[2]
@@ -253,7 +274,7 @@ def compiled(model):
 WHY_NOT = {
     "layers.1.mlp is sharded by itself": by_itself,
     "layers.1 has hooks": hooked,
-    "layers.0 is recomputed, and FSDP shards its weights": checkpoint_layers,
+    "layers.0 is recomputed by another function than torch's checkpoint": other_checkpoint,
     "layers.2 is compiled": compiled,
 }
 
@@ -290,7 +311,7 @@ def on_a_rank(rank, longer):
     return worst, runner_of(model).replayed
 
 
-def _out_of_memory(self, calls):
+def _out_of_memory(self, calls, memory):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
