@@ -72,6 +72,7 @@ class LayerGraph:
         arguments: everything else, see `LayerCall`.
         weights: the memory of its weights.
         is_last: whether its output leaves the graphs: then it is a copy.
+        kept: what holds all else that it reads, which a backward pass that is still to come keeps.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class LayerGraph:
         arguments: Arguments,
         weights: GatheredWeights,
         is_last: bool,
+        kept: Any,
     ) -> None:
+        self.kept = kept
         self.call, self.hidden, self.weights = call, hidden, weights
         self.is_last, self.tensors = is_last, tensors_in(arguments)
         self._own, self._arguments, self.places = layer.forward, arguments, places_of(layer)
@@ -211,16 +214,14 @@ class LayerGraphs:
         if calls.why_not is not None:
             raise NotCapturable(calls.why_not)
         self.layers, self.packed, self.is_stale = calls.layers, packed, False
-        # the pool, too: its stream has the memory of cuBLAS's workspaces
-        self._pool, self._kept = pool, kept
         self._row: Callable[[], Row | None] = lambda: None
         self.graphs: list[LayerGraph] = []
         with torch.cuda.device_of(packed.seq_idx), _autocast(packed.seq_idx.device):
             # of what steps before left to the allocator, another stream can reuse nothing
             torch.cuda.empty_cache()
-            self._capture(calls.calls, memory)
+            self._capture(calls.calls, memory, pool, kept)
 
-    def _capture(self, calls: Sequence[LayerCall], memory: Memory) -> None:
+    def _capture(self, calls: Sequence[LayerCall], memory: Memory, pool: Pool, kept: Any) -> None:
         device, out = self.packed.seq_idx.device, None
         for number, (layer, call) in enumerate(zip(self.layers, calls, strict=True)):
             sizes = tuple(map(_facts, call.weights))
@@ -228,16 +229,24 @@ class LayerGraphs:
                 memory[sizes] = GatheredWeights(call.weights, device)
             hidden = torch.zeros_like(call.hidden, device=device) if out is None else out.detach()
             hidden.requires_grad_(call.hidden.requires_grad)
-            arguments = with_record(call.arguments, self.packed)
-            is_last = number == len(self.layers) - 1
-            graph = _LAYER_GRAPH(layer, call, hidden, arguments, memory[sizes], is_last)
-            self.graphs.append(graph)
-            out = graph.capture(self._pool)
+            self.graphs.append(
+                _LAYER_GRAPH(
+                    layer,
+                    call,
+                    hidden,
+                    with_record(call.arguments, self.packed),
+                    memory[sizes],
+                    is_last=number == len(self.layers) - 1,
+                    # the pool, too: its stream has the memory of cuBLAS's workspaces
+                    kept=(pool, kept),
+                )
+            )
+            out = self.graphs[-1].capture(pool)
         assert out is not None
         d_out = torch.zeros_like(out.detach())
         del out, hidden
         for graph in reversed(self.graphs):
-            graph.capture_backward(d_out, self._pool)
+            graph.capture_backward(d_out, pool)
 
     @property
     def is_free(self) -> bool:

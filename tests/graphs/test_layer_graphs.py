@@ -311,7 +311,7 @@ def on_a_rank(rank, longer):
     return worst, runner_of(model).replayed
 
 
-def _out_of_memory(self, calls, memory):
+def _out_of_memory(*args):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
