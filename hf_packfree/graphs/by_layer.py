@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_packfree.graphs import checkpointing
@@ -23,8 +23,16 @@ _FSDP = "torch.distributed.fsdp."
 
 
 def are_sharded(trunk: Any) -> bool:
-    """Whether FSDP2 shards layers of a text model."""
-    return any(isinstance(layer, FSDPModule) for layer in getattr(trunk, "layers", ()))
+    """Whether FSDP2 gathers the weights of a text model's layers, each by itself or with what is
+    around the text model.
+    """
+    if any(isinstance(layer, FSDPModule) for layer in getattr(trunk, "layers", ())):
+        return True
+    # FSDP1 marks modules too; it wraps them, and gathers views
+    if not getattr(trunk, "_is_fsdp_managed_module", False):
+        return False
+    wraps = any(isinstance(part, FullyShardedDataParallel) for part in trunk.modules())
+    return not wraps and all(weight.is_leaf for weight in trunk.parameters())
 
 
 class ByLayer:

@@ -33,6 +33,7 @@ SPARE = 1 / 8
 """The share of the GPU's memory that a graph leaves to what is not captured: loss, optimizer,
 evaluation. A graph's memory is its own from then on.
 """
+_CHANGING = "the model's settings change with its steps"
 Embed = Callable[[Tensor], Tensor]
 """Takes a row's ids [1, T], or its embeddings; returns its embeddings, [1, T, D]."""
 
@@ -92,7 +93,7 @@ class Runner:
     def _compare(self) -> bool:
         """Drop all graphs if the model, or a setting, changed; return whether. Done once a row."""
         trunk, settings, changes = self.trunk(), self._settings, self._changes
-        if trunk is None or self._compared:
+        if trunk is None or self._compared or self._why_not == _CHANGING:
             return False
         self._compared = True
         if settings is None or self._switches != self._switches_before or not settings.hold():
@@ -104,7 +105,7 @@ class Runner:
             self._why_not, self.rounded = self._way.why_not, self._way.rounded
             self._changes += 1
         if self._changes > CHANGES + self.replayed // CHANGES:
-            self._why_not = "the model's settings change with its steps"
+            self._why_not = _CHANGING
         return self._changes > changes
 
     def leave(self) -> None:
@@ -354,8 +355,7 @@ class Runner:
         self._pool, self.rounded = None, RoundedWeights()
 
     def _pool_for(self, device: torch.device, tokens: int) -> Pool:
-        # sized by its longest row: for a longer one all graphs are dropped, and captured again
-        # later
+        # sized by its longest row: for a longer one all graphs are dropped, and captured anew
         if self._pool is None or self._pool.tokens < tokens:
             if self._pool is not None:
                 self.graphs.clear()

@@ -40,7 +40,6 @@ def sharded(shape: Any = NARROW, lora: str = "", kept: bool = False) -> Any:
     }
     for layer in model.base_model.layers:
         fully_shard(layer, reshard_after_forward=not kept, **options)
-    fully_shard(model.base_model, **options)
     return model
 
 

@@ -155,6 +155,21 @@ def test_adapters_and_what_they_adapt(one_rank):
     assert runner_of(model).replayed == 2 * len(ROWS) - 2
 
 
+@needs("peft")
+@pytest.mark.filterwarnings("default")
+def test_adapters_alone_that_are_gathered_all_at_once(one_rank):
+    """With what is around the layers, at another address in each step."""
+    model, other = plain_model(), plain_model()
+    for each in (model, other):
+        put_adapters(each)
+    other.load_state_dict(model.state_dict())
+    frozen = {one for one in model.parameters() if not one.requires_grad}
+    apply_patches(model, cuda_graphs="auto")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), ignored_params=frozen)
+    assert_trains_as(model, apply_patches(other))
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
 def test_weights_that_change_are_read(one_rank):
     model, other = sharded(), apply_patches(plain_model())
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, other)]
