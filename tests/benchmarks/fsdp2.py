@@ -229,7 +229,7 @@ def measure(bench: Bench, row: Row, tiny: bool) -> dict[str, Any]:
         del model, step
     if row.variant.lora:
         found["lora"] = row.variant.lora
-    note = f"CUDA graphs: {graphs}" if row.variant.cuda_graphs == "auto" else row.note
+    note = graphs if row.variant.cuda_graphs == "auto" else row.note
     return found | ({"note": note} if note else {})
 
 
