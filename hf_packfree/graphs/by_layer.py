@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -33,6 +34,18 @@ def are_sharded(trunk: Any) -> bool:
         return False
     wraps = any(isinstance(part, FullyShardedDataParallel) for part in trunk.modules())
     return not wraps and all(weight.is_leaf for weight in trunk.parameters())
+
+
+def gathered_dtype(trunk: Any) -> torch.dtype | None:
+    """Return the dtype to which FSDP2 casts the weights and the inputs of a text model's layers;
+    None: it does not shard them one by one, or does not cast.
+    """
+    layer = next(iter(getattr(trunk, "layers", ())), None)
+    if not isinstance(layer, FSDPModule):
+        return None
+    # no public name for the policy
+    found: torch.dtype | None = layer._get_fsdp_state()._mp_policy.param_dtype
+    return found
 
 
 class ByLayer:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.graphs.by_layer import gathered_dtype
 from hf_packfree.models.call import Call
 from hf_packfree.models.compat import masks_the_layers_ignore
 from hf_packfree.models.plain_layers import all_are_hooked
@@ -38,6 +39,16 @@ _OF_THE_LOSS = "labels", "shift_labels", "num_items_in_batch"
 _OUTPUTS = "output_hidden_states", "output_router_logits", "output_attentions"
 
 
+def embedded(trunk: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a row's forward, with its embeddings where ranks gather the weight:
+    else a row that turns out to run without a graph would gather it once more than other ranks.
+    """
+    ids, weight = row.get("input_ids"), trunk.get_input_embeddings().weight
+    if ids is None or type(weight) in (Tensor, nn.Parameter) or not _may_replay(trunk, row):
+        return row
+    return row | {"input_ids": None, "inputs_embeds": trunk.get_input_embeddings()(ids)}
+
+
 def in_graph(
     trunk: Any, forward: Callable[..., Any], row: dict[str, Any], packed: PackedSequence
 ) -> Any:
@@ -50,11 +61,7 @@ def in_graph(
         row: the arguments of the forward.
         packed: the record in `row`.
     """
-    state = state_of(trunk)
-    if state.cuda_graphs == "never" or not _is_training_step(trunk, row):
-        return None
-    # nn.DataParallel builds its replicas anew for each step, and runs them in threads of their own
-    if getattr(trunk, "_is_replica", False):
+    if not _may_replay(trunk, row):
         return None
     kinds: list[type[Any]] = []
     device, enabled, dtype = packed.seq_idx.device, *_autocast(packed.seq_idx.device)
@@ -74,8 +81,8 @@ def in_graph(
         kinds.append(type(output))
         return output.last_hidden_state
 
-    runner, given = state.graphs.of(trunk), _given(row)
-    why_not, wait = _why_not(trunk, row), state.graphs.wait
+    graphs, given = state_of(trunk).graphs, _given(row)
+    runner, why_not, wait = graphs.of(trunk), _why_not(trunk, row), graphs.wait
     embed = partial(_embed, trunk)
     hidden = runner.run(layers, embed, given, row["position_ids"], packed, why_not, wait)
     if hidden is None:
@@ -122,6 +129,14 @@ def _embed(trunk: Any, given: Tensor) -> Tensor:
     return given if given.is_floating_point() else trunk.get_input_embeddings()(given)
 
 
+def _may_replay(trunk: Any, row: dict[str, Any]) -> bool:
+    """Whether the row is one that graphs are for."""
+    # nn.DataParallel builds its replicas anew for each step, and runs them in threads of their own
+    replica = getattr(trunk, "_is_replica", False)
+    wanted = state_of(trunk).cuda_graphs != "never" and not replica
+    return wanted and _is_training_step(trunk, row)
+
+
 def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
     """Whether the row belongs to a training step in eager mode on a GPU."""
     x = _given(row)
@@ -155,7 +170,8 @@ def _unbounded(trunk: Any) -> str | None:
     """
     weight = trunk.get_input_embeddings().weight
     enabled, dtype = _autocast(weight.device)
-    kernels = state_of(trunk).kernels_for(weight.device, dtype if enabled else weight.dtype)
+    dtype = dtype if enabled else gathered_dtype(trunk) or weight.dtype
+    kernels = state_of(trunk).kernels_for(weight.device, dtype)
     if (loaded := trunk.config._attn_implementation) != "sdpa":
         return f"attention runs in {loaded}, which was not tried with empty documents"
     mixing = ((op, name) for op, name in kernels.items() if OPS[op].leaks is not None)

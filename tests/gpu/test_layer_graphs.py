@@ -101,7 +101,7 @@ def test_losses_fall_as_without(record):
         model = sharded(WIDE)
         state_of(model.base_model).__dict__["cuda_graphs"] = graphs
         # of sharded weights and of others
-        optimizer = torch.optim.SGD(model.parameters(), 1e-5, foreach=False)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4, foreach=False)
         found = []
         for number in range(12):
             out = step(model, ROWS[number % 2], 1)
@@ -111,6 +111,8 @@ def test_losses_fall_as_without(record):
         losses.append(found)
         if graphs == "auto":
             assert runner_of(model).replayed >= 8, patch_report(model).cuda_graphs
-    assert losses[0][0] != losses[0][2], "the control: weights change"
+    steps = [abs(one - other) / other for one, other in zip(losses[0], losses[0][2:], strict=False)]
+    assert min(steps) > 1e-3, "the control: weights change"
+    # rows without graphs are not padded to their bucket, and round differently
     for number, (one, other) in enumerate(zip(*losses, strict=True)):
-        record(f"step {number}", abs(one - other) / other, 0.0)
+        record(f"step {number}", abs(one - other) / other, 1e-4)

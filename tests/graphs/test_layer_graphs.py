@@ -32,8 +32,12 @@ from tests.support import (
     runner_of,
 )
 
-WRAPPINGS = {"each layer": (1, True), "kept": (1, False), "two layers": (2, True)}
-"""Layers that are gathered at once, and whether they are sharded again after the forward pass."""
+WRAPPINGS = {
+    "each layer": {},
+    "kept": {"reshard": False},
+    "two layers": {"size": 2},
+    "as accelerate": {"embedding": True},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +50,14 @@ def plain_model():
     return Qwen3_5ForCausalLM(tiny_config()).train()
 
 
-def shard(model, size=1, reshard=True, **options):
-    """Shard the layers and the rest over all ranks."""
+def shard(model, size=1, reshard=True, embedding=False, **options):
+    """Shard the layers and the rest over all ranks; as accelerate does also the embedding by itself,
+    and what comes after the layers.
+    """
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    if embedding:
+        fully_shard(model.get_input_embeddings(), mesh=mesh, **options)
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh, **options)
     layers = [*model.base_model.layers]
     for start, end in pairwise([*range(0, len(layers), size), len(layers)]):
         fully_shard(layers[start:end], mesh=mesh, reshard_after_forward=reshard, **options)
@@ -95,7 +104,7 @@ def assert_same_gradients(model, other, tol=GRADIENT_TOL):
 
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_a_sharded_model_trains_as_one_without_graphs(name, one_rank):
-    model, other = sharded(*WRAPPINGS[name]), apply_patches(plain_model())
+    model, other = sharded(**WRAPPINGS[name]), apply_patches(plain_model())
     assert_trains_as(model, other)
     # the first row is seen, the second notes how layers are called
     assert runner_of(model).replayed == 2 * len(ROWS) - 2
@@ -303,15 +312,15 @@ def test_layers_that_are_called_in_another_way_run_without(why, one_rank):
     assert f"2 because {why}" in patch_report(model).cuda_graphs
 
 
-def on_a_rank(rank, longer):
+def on_a_rank(rank, fails, embedding):
     """Return the gradients of rows of which each rank has others; graphs are captured at other
     steps, and by one rank not at all.
     """
     patch = pytest.MonkeyPatch()
     on_cpu.let_capture_whole_documents(patch)
-    if longer and rank:
+    if fails and rank:
         patch.setattr(layer_graphs.LayerGraphs, "_capture", _out_of_memory)
-    model, other = sharded(), apply_patches(plain_model())
+    model, other = sharded(embedding=embedding), apply_patches(plain_model())
     rows = ROWS * 2 if rank == 0 else ((50, 20), (50, 20), *ROWS, (30, 20), (7,))
     for seed, lengths in enumerate(rows):
         step(model, lengths, seed + 100 * rank)
@@ -332,11 +341,11 @@ def _out_of_memory(*args):
 
 @pytest.mark.slow
 def test_ranks_whose_rows_differ_gather_the_same_weights(tmp_path):
-    (first, second), (_, without) = on_ranks(on_a_rank, [(False,), (True,)], tmp_path)
-    for worst, _ in (first, second):
-        assert worst <= GRADIENT_TOL
-    assert first[1] == 6 and second[1] >= 3
-    assert without[1] == 0 and without[0] <= GRADIENT_TOL
+    cases = [(False, False), (False, True), (True, False), (True, True)]
+    found = dict(zip(cases, on_ranks(on_a_rank, cases, tmp_path), strict=True))
+    assert all(worst <= GRADIENT_TOL for ranks in found.values() for worst, _ in ranks)
+    for (fails, _), ((_, first), (_, second)) in found.items():
+        assert first == 6 and (second == 0 if fails else second >= 3)
 
 
 def test_a_copy_of_the_model_has_no_graphs(one_rank):
