@@ -32,9 +32,9 @@ def main() -> None:
     device = torch.device("cuda" if gpu else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     # the text model alone, as docs/quickstart.md explains; patched before fully_shard
-    model = apply_patches(
-        AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    ).train()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    # with one backward pass for each forward pass
+    model = apply_patches(model, cuda_graphs="auto").train()
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = {"mp_policy": half} if gpu else {}
     for layer in model.model.layers:

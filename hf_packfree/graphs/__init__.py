@@ -23,5 +23,8 @@ sizes:
   that the device makes.
 - fp32 weights that layers read in half precision are rounded before a replay, not in it
   (`hf_packfree.ops.rounded_weights`).
+- `whole`: all layers in one graph. `by_layer`: each in graphs of its own, where FSDP2 gathers
+  weights in hooks around it; `layer_calls` notes what layers are called with, `layer_graphs`
+  captures and replays them.
 - `runner`: which rows are replayed, which are not, and why. `of_model`: the runners of a model.
 """

@@ -77,11 +77,11 @@ def apply_patches(
             and a training step's logits are padded to the caller's shape only when something reads
             them; "upstream", bit for bit as unpatched.
         cuda_graphs: "auto": training steps of few tokens (up to 8,192) replay CUDA graphs of the
-            layers on one GPU, so that they do not wait for the host. A graph is captured when a row
-            of about the same length comes for the second time, and its memory stays allocated. What
-            cannot be captured (other kernels than ours and FlashQLA, hooks, offloaded activations,
-            FSDP2, weights in 4 bits), or would leave less than 1/8 of the GPU's memory free, runs
-            without, and `patch_report` says why. "never": no graphs.
+            layers, so that they do not wait for the host. A graph is captured when a row of about
+            the same length comes for the second time, and its memory stays allocated. What cannot
+            be captured (other kernels than ours and FlashQLA, hooks, offloaded activations, FSDP1),
+            or would leave less than 1/8 of the GPU's memory free, runs without, and `patch_report`
+            says why. "never": no graphs.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
             model came from, frozen, so that `save_pretrained` writes it again, "train" trains it

@@ -61,7 +61,7 @@ def every(folder: Path = FOLDER) -> dict[str, str]:
         map(of_more, sorted(folder.glob("*-predicted.jsonl"))[-1:])
     )
     found |= {
-        f"{MARK}-{name}": "\n".join(map(make, sorted(folder.glob(f"*-x2-{name}.jsonl"))))
+        f"{MARK}-{name}": "\n".join(map(make, sorted(folder.glob(f"*-x2-{name}*.jsonl"))))
         for name, make in others.items()
     }
     measured = (gradients(path) for path in sorted(folder.glob("*-x2-context-parallel*.jsonl")))
@@ -193,7 +193,9 @@ def _title(workload: str, documents: str, facts: dict[str, Any]) -> str:
 def _cell(row: dict[str, Any]) -> str:
     if "ms" not in row:
         return "out of memory" if "OutOfMemory" in row.get("error", "") else ""
-    parts = [f"{row['ms']:,.0f} ms", f"{row['peak_gib']:.0f} GiB"]
+    # what graphs keep is reserved, not allocated
+    gib = row.get("reserved_gib", row["peak_gib"])
+    parts = [f"{row['ms']:,.0f} ms", f"{gib:.0f} GiB"]
     if "received_gib" in row:
         parts.append(f"{row['received_gib']:.1f} GiB received")
     if "efficiency" in row:
@@ -224,10 +226,11 @@ def fsdp2(path: Path) -> str:
         "groups of 2, 11 and 11, kept": (
             "packfree, wrapped: groups of 2, 11 and 11 layers, weights kept"
         ),
-        "groups of 4, weights kept, CUDA graphs": (
-            "packfree, CUDA graphs, wrapped: groups of 4 layers, weights kept"
+        "groups of 2, 11 and 11, kept, CUDA graphs": (
+            "packfree, CUDA graphs, wrapped: groups of 2, 11 and 11 layers, weights kept"
         ),
         "frozen weights whole": "packfree, wrapped: frozen weights whole",
+        "frozen weights whole, CUDA graphs": "packfree, CUDA graphs, wrapped: frozen weights whole",
         "packfree, one GPU, bf16 weights": "packfree, one GPU",
     }
     rows = _rows(path)
@@ -236,6 +239,7 @@ def fsdp2(path: Path) -> str:
     body = [
         f"| {title} | {' | '.join(_cell(rows.get((work, name), {})) for name in names.values())} |"
         for work, title in titles.items()
+        if any((work, name) in rows for name in names.values())
     ]
     head = ("2B shape, FSDP2 over two, whole step", *names)
     made = caption(path, "fp32 shards, bf16 compute, gradients reduced in fp32")
