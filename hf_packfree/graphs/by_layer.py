@@ -67,16 +67,23 @@ class ByLayer:
         self._memory: Memory = {}
 
     def note(self, key: Any, layers: Layers, inputs: Inputs, row: PackedSequence) -> Tensor | None:
-        """Run the first row of a length without a graph, and note what its layers are called with:
-        a capture of its own would gather weights that no other rank sends.
+        """Run the first row without a graph, and note what its layers are called with: to call them
+        for a capture alone would gather weights that no other rank sends. Return None if that is
+        known, as for rows of other lengths later.
         """
-        if _length_of(key) in self._calls:
+        length = tokens, kind = _length_of(key)
+        if length in self._calls:
             return None
+        for (others, its), calls in self._calls.items():
+            resized = calls.resized(others, tokens) if its == kind else None
+            if resized is not None:
+                self._calls[length] = resized
+                return None
         calls = CallsOfLayers(self._layers)
         with forwards_of(self._layers, calls.noting):
             out = layers(*inputs, row)
         calls.end()
-        self._calls[_length_of(key)] = calls
+        self._calls[length] = calls
         return out
 
     def capture(

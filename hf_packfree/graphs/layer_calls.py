@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,27 @@ class CallsOfLayers:
             self.why_not = "what FSDP gathers of its weights is sharded in another way, too"
         self._copies.clear()
         self._last = None
+
+    def resized(self, tokens: int, other: int) -> CallsOfLayers | None:
+        """Return what the layers are called with in rows of `other` tokens, given how many these
+        rows have; None if the sizes of a tensor do not tell which of its dimensions is the row's.
+        """
+        found, copies = CallsOfLayers(self.layers), dict[int, Tensor]()
+        found.why_not = self.why_not
+
+        def change(x: Tensor) -> Tensor:
+            if id(x) not in copies:
+                copies[id(x)] = x.new_zeros([other if size == tokens else size for size in x.shape])
+            return copies[id(x)]
+
+        for call in self.calls:
+            if any([*x.shape].count(tokens) > 1 for x in tensors_in(call.arguments)):
+                return None
+            hidden = call.hidden.new_empty(1, other, call.hidden.shape[-1])
+            hidden.requires_grad_(call.hidden.requires_grad)
+            arguments = _changed(call.arguments, change)
+            found.calls.append(replace(call, hidden=hidden, arguments=arguments))
+        return found
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.graphs import layer_graphs
+from hf_packfree.graphs.layer_calls import CallsOfLayers, forwards_of
 from hf_packfree.models.qwen3_5 import tiny_config
 from tests.graphs import on_cpu
 from tests.graphs.test_runner import ROWS, inputs_of
@@ -120,6 +121,33 @@ def test_layers_that_are_recomputed(one_rank, reentrant):
     )
     assert_trains_as(model, other)
     assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+LONGER = (70, 30), (50, 20, 30), (9, 90), (40, 40, 17)
+
+
+def test_rows_of_another_length_are_known_from_those_before(one_rank):
+    model, other = sharded(), apply_patches(plain_model())
+    assert_trains_as(model, other, [*ROWS, *LONGER, *ROWS, *LONGER])
+    # the first row of all is seen, the second notes how layers are called
+    assert runner_of(model).replayed == 4 * len(ROWS) - 2
+
+
+def test_sizes_that_do_not_tell_the_row_are_noted_once_more():
+    layers = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+
+    def noted(tokens):
+        calls = CallsOfLayers(layers)
+        with forwards_of(layers, lambda n, own: calls.noting(n, lambda x, *_, **__: own(x))):
+            layers[0](torch.zeros(1, tokens, 8), (torch.ones(1, tokens, 16), torch.ones(3)))
+        calls.end()
+        return calls
+
+    assert noted(16).resized(16, 32) is None
+    (call,) = noted(32).resized(32, 48).calls
+    (rotary, constant), *rest = call.arguments[0]
+    assert rotary.shape == (1, 48, 16) and constant.shape == (3,) and not rest
+    assert call.hidden.shape == (1, 48, 8)
 
 
 def test_rows_are_what_their_documents_are_alone(one_rank):
