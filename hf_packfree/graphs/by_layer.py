@@ -55,8 +55,6 @@ class ByLayer:
         trunk: the text model.
     """
 
-    runs_ahead = False
-
     def __init__(self, trunk: Any) -> None:
         self._layers: nn.ModuleList = trunk.layers
         # weights are read where FSDP2 has gathered them

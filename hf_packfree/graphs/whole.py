@@ -32,9 +32,6 @@ class Whole:
         trunk: the text model.
     """
 
-    runs_ahead = True
-    """Whether a replay may turn out to have been for nothing."""
-
     def __init__(self, trunk: nn.Module) -> None:
         self._trunk = weakref.ref(trunk)
         self.settings = Settings(trunk)

@@ -17,7 +17,7 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.graphs import bucket, bucketing, captured_sequence, runner, whole
+from hf_packfree.graphs import bucket, bucketing, captured_sequence, runner, settings, whole
 from hf_packfree.graphs.parts import nodes_of
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import captured_layers
@@ -839,3 +839,17 @@ def test_backends_that_nobody_tried_with_empty_documents_run_without(model, monk
     assert "delta_rule runs in fla" in UNBOUNDED(model.base_model)
     model.config._attn_implementation = "eager"
     assert "attention runs in eager" in UNBOUNDED(model.base_model)
+
+
+def test_settings_that_always_change_are_not_compared_forever(model, monkeypatch):
+    """Comparing took as long as a step of a small model."""
+    monkeypatch.setattr(runner, "CHANGES", 3)
+    compared = []
+    monkeypatch.setattr(
+        whole, "Settings", lambda *args: compared.append(args) or settings.Settings(*args)
+    )
+    for seed in range(12):
+        model.base_model.layers[0].anything = object()
+        hidden(model, ROWS[seed % 4], seed).sum().backward()
+    assert len(compared) <= 5
+    assert "the model's settings change with its steps" in patch_report(model).cuda_graphs
