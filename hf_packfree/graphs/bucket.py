@@ -148,11 +148,18 @@ def lengthened(row: Tensor, bucket: Bucket, dim: int) -> Tensor:
     return torch.cat([row, row.new_zeros(sizes)], dim)
 
 
-def lengthened_inputs(
-    embeddings: Tensor, positions: Tensor, bucket: Bucket
-) -> tuple[Tensor, Tensor]:
-    """Return a row's embeddings [1, T, D] and positions [..., 1, T], padded likewise."""
-    return lengthened(embeddings, bucket, 1), lengthened(positions, bucket, positions.ndim - 1)
+def lengthened_inputs(row: Tensor, positions: Tensor, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """Return a row's ids [1, T] or embeddings [1, T, D], and positions [..., 1, T], padded
+    likewise.
+    """
+    return lengthened(row, bucket, 1), lengthened(positions, bucket, positions.ndim - 1)
+
+
+def cut(row: Tensor, tokens: int) -> Tensor:
+    """Return a padded row's first tokens [1, tokens, D]: no view, which FSDP2 warns of where it
+    wraps the text model.
+    """
+    return row if row.shape[1] == tokens else row[:, :tokens].clone()
 
 
 def in_bucket_on(packed: PackedSequence, bucket: Bucket, device: torch.device) -> PackedSequence:
@@ -160,6 +167,6 @@ def in_bucket_on(packed: PackedSequence, bucket: Bucket, device: torch.device) -
     return in_bucket(on_host(packed), bucket).to(device)
 
 
-def kind_of(embeddings: Tensor, positions: Tensor) -> Any:
-    """Return what, apart from the bucket, decides which graph runs a row."""
-    return positions.shape[:-1], str(embeddings.dtype), embeddings.requires_grad
+def kind_of(row: Tensor, positions: Tensor) -> Any:
+    """Return what, apart from the bucket, decides which graph runs a row of ids or embeddings."""
+    return positions.shape[:-1], str(row.dtype), row.requires_grad

@@ -24,10 +24,10 @@ _FSDP = "torch.distributed.fsdp."
 
 
 def are_sharded(trunk: Any) -> bool:
-    """Whether FSDP2 gathers the weights of a text model's layers, each by itself or with what is
-    around the text model.
+    """Whether FSDP2 gathers weights of a text model: of its layers or its embedding by themselves,
+    or of all of it with what is around it.
     """
-    if any(isinstance(layer, FSDPModule) for layer in getattr(trunk, "layers", ())):
+    if any(isinstance(part, FSDPModule) for part in trunk.modules() if part is not trunk):
         return True
     # FSDP1 marks modules too; it wraps them, and gathers views
     if not getattr(trunk, "_is_fsdp_managed_module", False):
@@ -37,12 +37,14 @@ def are_sharded(trunk: Any) -> bool:
 
 
 def gathered_dtype(trunk: Any) -> torch.dtype | None:
-    """Return the dtype to which FSDP2 casts the weights and the inputs of a text model's layers;
-    None: it does not shard them one by one, or does not cast.
+    """Return the dtype of the weights that FSDP2 gathers for a text model's layers; None: it does
+    not shard them, or does not cast.
     """
-    layer = next(iter(getattr(trunk, "layers", ())), None)
+    layer: Any = next(iter(getattr(trunk, "layers", ())), None)
     if not isinstance(layer, FSDPModule):
-        return None
+        # gathered, with what is around the text model
+        managed = layer is not None and getattr(trunk, "_is_fsdp_managed_module", False)
+        return next((x.dtype for x in layer.parameters()), None) if managed else None
     # no public name for the policy
     found: torch.dtype | None = layer._get_fsdp_state()._mp_policy.param_dtype
     return found
@@ -58,7 +60,7 @@ class ByLayer:
     def __init__(self, trunk: Any) -> None:
         self._layers: nn.ModuleList = trunk.layers
         # weights are read where FSDP2 has gathered them
-        self.settings = Settings(trunk.layers, own_weights=False)
+        self.settings = Settings(trunk, own_weights=False)
         self.why_not = why_not_layers(trunk.layers)
         self.rounded = RoundedWeights()
         self._calls: dict[Any, CallsOfLayers] = {}

@@ -18,6 +18,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional ones, and those by name."""
 
 
+_CONSTANTS = int, float, str, torch.dtype, torch.device, PackedSequence, type(None)
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """What one layer was called with, and which weights it read.
@@ -50,6 +53,7 @@ class CallsOfLayers:
         self.why_not: str | None = None
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._called = 0
+        self._why: list[str] = []
         self._last: Tensor | None = None
 
     def noting(self, number: int, own: Forward) -> Forward:
@@ -57,6 +61,7 @@ class CallsOfLayers:
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._called += 1
+            before = [*leaves_of((args, kwargs))]
             if len(self.calls) == number:
                 weights = weights_at(places_of(self.layers[number]))
                 self.calls.append(
@@ -69,6 +74,7 @@ class CallsOfLayers:
                     )
                 )
             out = own(hidden_states, *args, **kwargs)
+            self._why += _why_not_given(before, [*leaves_of((args, kwargs))])
             self._last = out if isinstance(out, Tensor) else None
             return out
 
@@ -85,6 +91,8 @@ class CallsOfLayers:
             self.why_not = "its layers do not follow each other"
         elif not all(call.is_plain for call in self.calls):
             self.why_not = "what FSDP gathers of its weights is sharded in another way, too"
+        elif self._why:
+            self.why_not = self._why[0]
         self._copies.clear()
         self._last = None
 
@@ -128,11 +136,32 @@ def forwards_of(
                 layer.forward = forward
 
 
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield what is in a call's arguments, and in the containers among them, in order."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if type(value) in (tuple, list):
+        for each in value:
+            yield from leaves_of(each)
+    else:
+        yield value
+
+
 def tensors_in(arguments: Any) -> list[Tensor]:
     """Return the tensors among a call's arguments, in order."""
-    found: list[Tensor] = []
-    _changed(arguments, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
-    return found
+    return [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
+
+
+def _why_not_given(before: list[Any], after: list[Any]) -> Iterator[str]:
+    """Yield why a layer that was given this cannot be replayed, given what is there afterwards."""
+    if [*map(id, before)] != [*map(id, after)]:
+        yield "a layer changes what it is given"
+    for leaf in before:
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                yield "a layer is given more than one tensor with gradients"
+        elif not isinstance(leaf, _CONSTANTS):
+            yield f"a layer is given a {type(leaf).__name__}"
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

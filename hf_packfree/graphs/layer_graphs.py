@@ -140,10 +140,11 @@ class LayerGraph:
         self.out, self._leaves = borrowed(self.out), []
         self.hidden = borrowed(self.hidden) if self.call.follows else self.hidden.detach()
 
-    def fits(self, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-        """Whether the layer was captured with such weights and arguments."""
+    def fits(self, hidden: Tensor, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+        """Whether the layer was captured with such an input, such weights and arguments."""
         return (
-            len(tensors) == len(self.tensors)
+            _are_alike(hidden, self.call.hidden)
+            and len(tensors) == len(self.tensors)
             and all(map(_are_alike, weights, self.call.weights))
             and all(map(_are_alike, tensors, self.tensors))
         )
@@ -265,30 +266,34 @@ class LayerGraphs:
             layers: runs the text model's forward on a row of the bucket, with the record `packed`.
             plain: returns the row's own record, for a layer that is not called as it was captured.
         """
-        row = Row(sum(graph.has_backward for graph in self.graphs))
-        written: dict[int, Tensor] = {}
+        row, written, replayed = Row(0), dict[int, Tensor](), list[LayerGraph]()
+        self._row = weakref.ref(row)
 
-        def replayed(number: int, own: Forward) -> Forward:
+        def replay(number: int, own: Forward) -> Forward:
             graph = self.graphs[number]
 
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 weights, tensors = weights_at(graph.places), tensors_in((args, kwargs))
-                if not graph.fits(weights, tensors):
-                    self.is_stale, row.left = True, row.left - graph.has_backward
+                follows = len(replayed) == number and (
+                    number == 0 or is_same(hidden_states, replayed[-1].out)
+                )
+                if self.is_stale or not follows or not graph.fits(hidden_states, weights, tensors):
+                    self.is_stale = True
                     args, kwargs = with_record((args, kwargs), plain())
-                    return own(hidden_states, *args, **kwargs)
+                    # it may be in a graph's memory
+                    return own(hidden_states.clone(), *args, **kwargs)
                 for fixed, given in zip(graph.tensors, tensors, strict=True):
                     if written.get(id(fixed)) is not given:
                         written[id(fixed)] = given
                         fixed.copy_(given)
+                replayed.append(graph)
+                row.left += graph.has_backward
                 return graph.replay(row, hidden_states, weights)
 
             return forward
 
-        with forwards_of(self.layers, replayed):
-            out = layers()
-        self._row = weakref.ref(row)
-        return out
+        with forwards_of(self.layers, replay):
+            return layers()
 
 
 _LAYER_GRAPH = LayerGraph

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import ran_out
 from hf_packfree.graphs.ahead import Ahead, Inputs, Launched, places_of, widest
-from hf_packfree.graphs.bucket import in_bucket_on, kind_of, lengthened_inputs
+from hf_packfree.graphs.bucket import cut, in_bucket_on, kind_of, lengthened_inputs
 from hf_packfree.graphs.bucketing import CHANGES, MOST, Bucketing, alike, in_longer
 from hf_packfree.graphs.by_layer import ByLayer, are_sharded
 from hf_packfree.graphs.capture import CaptureStream, Pool, forget_failed_capture, free_memory
@@ -183,8 +183,8 @@ class Runner:
             found = self._take(given, positions, packed)
         self.ahead.drop()
         if found is None:
-            embeddings = embed(given) if embeddings is None else embeddings
-            replay = partial(self._replay, layers, embeddings, positions, packed, wait)
+            embed = embed if embeddings is None else (lambda _: embeddings)
+            replay = partial(self._replay, layers, embed, given, positions, packed, wait)
             found = replay()
             if found is None:
                 found = self._why_not or replay()
@@ -207,7 +207,8 @@ class Runner:
     def _replay(
         self,
         layers: Layers,
-        embeddings: Tensor,
+        embed: Embed,
+        given: Tensor,
         positions: Tensor,
         packed: PackedSequence,
         wait: bool,
@@ -215,10 +216,11 @@ class Runner:
         """Return the row's hidden states, or why it cannot be replayed; None if settings turn out
         to have changed, and all graphs are dropped.
         """
-        kind = kind_of(embeddings, positions)
-        # while a row runs layer by layer, ranks wait for each other: it cannot run once more
+        # layer by layer, ranks gather weights in the row: it embeds, and runs, only once
         if isinstance(self._way, ByLayer) and self._compare():
             return None
+        row = given if isinstance(self._way, ByLayer) else embed(given)
+        kind = kind_of(row, positions)
         # what was given up is tried again with other settings
         if in_longer(packed, kind, self.graphs) is None and self._compare():
             return None
@@ -226,7 +228,7 @@ class Runner:
         if not isinstance(key, str) and key not in self.graphs:
             if self._compare():
                 return None
-            inputs = lengthened_inputs(embeddings, positions, key[0])
+            inputs = lengthened_inputs(row, positions, key[0])
             found = self._capture(key, layers, inputs, packed)
             if found is None:
                 found = self._first(key, layers, inputs, packed)
@@ -235,7 +237,7 @@ class Runner:
             key = in_longer(packed, kind, self.graphs) or found
         if isinstance(key, str):
             return key
-        found = self._run(key, layers, lengthened_inputs(embeddings, positions, key[0]), packed)
+        found = self._run(key, layers, lengthened_inputs(row, positions, key[0]), packed)
         longer = not key[0].holds_tokens(packed.num_tokens)
         self.in_longer += longer and isinstance(found, Tensor)
         return found
@@ -266,15 +268,13 @@ class Runner:
         out = self._out_of(captured, layers, inputs, packed, key)
         if out is None:
             return None
-        self.replayed += 1
-        return out[:, : packed.num_tokens]
+        self.replayed += self._settings is not None
+        return cut(out, packed.num_tokens)
 
     def _out_of(
         self, captured: Captured, layers: Layers, inputs: Inputs, packed: PackedSequence, key: Any
     ) -> Tensor | None:
-        """Replay a graph, and compare; return its output, or None if settings turn out to have
-        changed.
-        """
+        """Replay a graph, and compare; return its output, or None if settings have changed."""
         graph = captured.graph
         if isinstance(graph, LayerGraphs):
             plain = partial(in_bucket_on, packed, key[0], inputs[0].device)
@@ -315,7 +315,7 @@ class Runner:
         if why is not None:
             return why
         if (out := self._way.note(key, layers, inputs, row)) is not None:
-            return out[:, : packed.num_tokens]
+            return cut(out, packed.num_tokens)
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
         self._bucketing.captures += 1

@@ -171,7 +171,10 @@ def switches_of(module: nn.Module) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         # not `get_float32_matmul_precision`, which raises after `TrainingArguments(tf32=True)`
         torch.backends.cuda.matmul.fp32_precision,
-        getattr(getattr(module, "config", None), "_attn_implementation", None),
+        *(
+            getattr(getattr(module, "config", None), name, None)
+            for name in ("_attn_implementation", "num_hidden_layers")
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from hf_packfree.packing import PackedSequence
 SPARE_OF_COPIES = 1 / 4
 """The share of the GPU's memory that rounded copies of weights leave, to graphs among others."""
 Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
-"""The layers of a text model: embeddings [1, T, D], positions [..., 1, T] and the record, to the
+"""A text model: ids [1, T] or embeddings [1, T, D], positions [..., 1, T] and the record, to the
 last hidden states [1, T, D].
 """
 

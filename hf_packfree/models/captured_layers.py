@@ -36,17 +36,9 @@ not replayed.
 """
 _OF_THE_LOSS = "labels", "shift_labels", "num_items_in_batch"
 """Keywords that upstream's heads pass to the text model and no layer reads."""
+_MULTIPLIED = {"falcon_h1"}
+"""Models that compute something else from ids than from their embeddings."""
 _OUTPUTS = "output_hidden_states", "output_router_logits", "output_attentions"
-
-
-def embedded(trunk: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a row's forward, with its embeddings where ranks gather the weight:
-    else a row that turns out to run without a graph would gather it once more than other ranks.
-    """
-    ids, weight = row.get("input_ids"), trunk.get_input_embeddings().weight
-    if ids is None or type(weight) in (Tensor, nn.Parameter) or not _may_replay(trunk, row):
-        return row
-    return row | {"input_ids": None, "inputs_embeds": trunk.get_input_embeddings()(ids)}
 
 
 def in_graph(
@@ -61,17 +53,22 @@ def in_graph(
         row: the arguments of the forward.
         packed: the record in `row`.
     """
-    if not _may_replay(trunk, row):
+    state = state_of(trunk)
+    if state.cuda_graphs == "never" or not _is_training_step(trunk, row):
+        return None
+    # nn.DataParallel builds its replicas anew for each step, and runs them in threads of their own
+    if getattr(trunk, "_is_replica", False):
         return None
     kinds: list[type[Any]] = []
     device, enabled, dtype = packed.seq_idx.device, *_autocast(packed.seq_idx.device)
 
-    def layers(embeddings: Tensor, positions: Tensor, captured: PackedSequence) -> Tensor:
+    def layers(given: Tensor, positions: Tensor, captured: PackedSequence) -> Tensor:
+        name = "inputs_embeds" if given.is_floating_point() else "input_ids"
         # autocast's cache keeps rounded weights: a replay would read them after the weights have
         # changed
         with torch.autocast(device.type, dtype, enabled, cache_enabled=False):
             output = forward(
-                inputs_embeds=embeddings,
+                **{name: given},
                 position_ids=positions,
                 attention_mask=masks_the_layers_ignore(trunk.config, device),
                 packed_sequence=captured,
@@ -81,8 +78,8 @@ def in_graph(
         kinds.append(type(output))
         return output.last_hidden_state
 
-    graphs, given = state_of(trunk).graphs, _given(row)
-    runner, why_not, wait = graphs.of(trunk), _why_not(trunk, row), graphs.wait
+    runner, given = state.graphs.of(trunk), _given(row)
+    why_not, wait = _why_not(trunk, row), state.graphs.wait
     embed = partial(_embed, trunk)
     hidden = runner.run(layers, embed, given, row["position_ids"], packed, why_not, wait)
     if hidden is None:
@@ -113,7 +110,7 @@ def ahead(call: Call) -> Meanwhile | None:
     if positions.shape != given.shape[:2] or positions.is_inference() or given.is_inference():
         return None
     # ranks that embed a row a second time would gather a sharded embedding once more
-    if type(trunk.get_input_embeddings().weight) not in (Tensor, nn.Parameter):
+    if type(getattr(trunk.get_input_embeddings(), "weight", None)) not in (Tensor, nn.Parameter):
         return None
     return partial(runner.run_ahead, partial(_embed, trunk), given, positions)
 
@@ -129,14 +126,6 @@ def _embed(trunk: Any, given: Tensor) -> Tensor:
     return given if given.is_floating_point() else trunk.get_input_embeddings()(given)
 
 
-def _may_replay(trunk: Any, row: dict[str, Any]) -> bool:
-    """Whether the row is one that graphs are for."""
-    # nn.DataParallel builds its replicas anew for each step, and runs them in threads of their own
-    replica = getattr(trunk, "_is_replica", False)
-    wanted = state_of(trunk).cuda_graphs != "never" and not replica
-    return wanted and _is_training_step(trunk, row)
-
-
 def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
     """Whether the row belongs to a training step in eager mode on a GPU."""
     x = _given(row)
@@ -148,6 +137,8 @@ def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
     """Return why a row cannot be replayed, or None."""
     if not has_fixed_frequencies(trunk.config):
         return "its rotary embedding depends on the longest position"
+    if trunk.config.model_type in _MULTIPLIED and row.get("input_ids") is not None:
+        return "its forward pass multiplies the embeddings of ids, and of nothing else"
     if all_are_hooked():
         return "all modules have hooks (register_module_forward_hook and the like)"
     # a capture would copy activations to memory that belongs to other tensors at a replay
@@ -168,7 +159,7 @@ def _unbounded(trunk: Any) -> str | None:
     """Return which operation runs in an implementation that was not tested with empty documents, in
     words, or None.
     """
-    weight = trunk.get_input_embeddings().weight
+    weight = next(trunk.get_input_embeddings().parameters())
     enabled, dtype = _autocast(weight.device)
     dtype = dtype if enabled else gathered_dtype(trunk) or weight.dtype
     kernels = state_of(trunk).kernels_for(weight.device, dtype)

@@ -36,7 +36,7 @@ class Counting(runner.Runner):
 
     def take(self, *lengths, wait=False):
         packed, row = PackedSequence.from_lengths(lengths), torch.empty(1, sum(lengths))
-        self._replay(None, row[..., None], row, packed, wait)
+        self._replay(None, lambda row: row, row[..., None], row, packed, wait)
 
 
 @pytest.mark.parametrize(

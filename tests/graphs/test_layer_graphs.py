@@ -20,9 +20,10 @@ from transformers import Qwen3_5ForCausalLM
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.graphs import layer_graphs
 from hf_packfree.graphs.layer_calls import CallsOfLayers, forwards_of
+from hf_packfree.graphs.settings import Settings
 from hf_packfree.models.qwen3_5 import tiny_config
 from tests.graphs import on_cpu
-from tests.graphs.test_runner import ROWS, inputs_of
+from tests.graphs.test_runner import ROWS, hidden, inputs_of
 from tests.integrations.marks import needs
 from tests.ranks import on_ranks
 from tests.support import (
@@ -31,6 +32,7 @@ from tests.support import (
     checkpoint_layers,
     relative_rms,
     runner_of,
+    tiny,
 )
 
 WRAPPINGS = {
@@ -338,6 +340,78 @@ def test_layers_that_are_called_in_another_way_run_without(why, one_rank):
     model, other = sharded(prepare=WHY_NOT[why]), apply_patches(plain_model())
     assert_trains_as(model, other, ROWS[:2])
     assert f"2 because {why}" in patch_report(model).cuda_graphs
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_embeddings_that_a_forward_multiplies(shards, one_rank):
+    """Falcon-H1's does so with those of ids, and not with `inputs_embeds`."""
+    model = apply_patches(tiny("falcon_h1").train(), cuda_graphs="auto")
+    other = apply_patches(tiny("falcon_h1").train())
+    other.load_state_dict(model.state_dict())
+    assert_trains_as(shard(model) if shards else model, other, ROWS)
+    assert "multiplies the embeddings of ids" in patch_report(model).cuda_graphs
+
+
+def test_ids_that_layers_are_given_something_of(one_rank):
+    """Gemma 4 looks ids up in a second embedding, and searches for them if it has embeddings; what
+    it finds there has gradients.
+    """
+    model, other = tiny("gemma4_text").train(), tiny("gemma4_text").train()
+    other.load_state_dict(model.state_dict())
+    apply_patches(model, cuda_graphs="auto"), apply_patches(other)
+    for part in (*model.model.layers, model.model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+    for seed, lengths in enumerate(ROWS):
+        found, wanted = (hidden(each, lengths, seed) for each in (model, other))
+        for each in (found, wanted):
+            # of squares the last norm makes a constant
+            each.exp().mean().backward()
+        assert relative_rms(found, wanted) <= LOGIT_TOL
+        assert_same_gradients(model, other)
+    assert "more than one tensor with gradients" in patch_report(model).cuda_graphs
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_other_layers(compared, one_rank, monkeypatch):
+    """The layer that runs second has its input where the first's graph wrote its output. What
+    nobody compared is seen in the row, which runs on without graphs.
+    """
+    model, other = sharded(), apply_patches(plain_model())
+    assert_trains_as(model, other)
+    if not compared:
+        monkeypatch.setattr(Settings, "hold", lambda self: True)
+    for each in (model, other):
+        first, second, *rest = each.base_model.layers
+        each.base_model.layers = torch.nn.ModuleList([second, first, *rest])
+        each.zero_grad()
+    before = runner_of(model).replayed
+    assert_trains_as(model, other)
+    assert runner_of(model).replayed == before + 2 * len(ROWS) - (1 if compared else 2)
+
+
+def embed_on_a_rank(rank):
+    import peft
+
+    patch = pytest.MonkeyPatch()
+    on_cpu.let_capture_whole_documents(patch)
+    model, counted = plain_model(), []
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["embed_tokens", "up_proj"]))
+    frozen = {x for x in model.parameters() if not x.requires_grad}
+    apply_patches(model, cuda_graphs="auto")
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (model.get_input_embeddings(), *model.base_model.layers, model):
+        fully_shard(part, mesh=mesh, ignored_params=frozen)
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: counted.append(0))
+    # one document alone runs as it came
+    model(**inputs_of((40,) if rank else (30, 20)))
+    patch.undo()
+    return len(counted)
+
+
+@pytest.mark.slow
+@needs("peft")
+def test_ranks_embed_as_often_as_each_other(tmp_path):
+    assert on_ranks(embed_on_a_rank, [()], tmp_path) == [(1, 1)]
 
 
 def on_a_rank(rank, fails, embedding):
