@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassFieldValidationError
+from torch.distributed.tensor import DTensor
 
 from hf_packfree import apply_patches
 from hf_packfree.graphs.runner import Runner
@@ -244,6 +245,15 @@ def documents_alone(family: str, lengths: tuple[int, ...], attention: str | None
 def gradients(model) -> dict[str, torch.Tensor]:
     """Return a copy of every parameter's gradient."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def whole_gradients(model) -> dict[str, torch.Tensor]:
+    """Return a copy of every parameter's gradient, those of sharded ones from all ranks."""
+    found = gradients(model)
+    return {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+        for name, grad in found.items()
+    }
 
 
 def random_weights(batch: Batch, width: int, seed: int = 2) -> list[torch.Tensor]:

@@ -11,12 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.ahead import Inputs
-from hf_packfree.graphs.capture import Pool
-from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.layer_calls import CallsOfLayers, forwards_of
 from hf_packfree.graphs.layer_graphs import LayerGraphs, Memory
 from hf_packfree.graphs.settings import HOOKS, WEIGHTS, Settings
-from hf_packfree.graphs.whole import Layers
+from hf_packfree.graphs.whole import Layers, ToCapture
 from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
 
@@ -45,9 +43,20 @@ def gathered_dtype(trunk: Any) -> torch.dtype | None:
         # gathered, with what is around the text model
         managed = layer is not None and getattr(trunk, "_is_fsdp_managed_module", False)
         return next((x.dtype for x in layer.parameters()), None) if managed else None
-    # no public name for the policy
-    found: torch.dtype | None = layer._get_fsdp_state()._mp_policy.param_dtype
+    return param_dtype(layer)
+
+
+def param_dtype(module: Any) -> torch.dtype | None:
+    """Return the `param_dtype` of the policy with which FSDP2 shards a module."""
+    # FSDP2 has no public name for the policy; a dtype noted in an earlier row would be stale once a
+    # model is sharded
+    found: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
     return found
+
+
+def is_of_fsdp(hook: Any) -> bool:
+    """Whether a hook is FSDP's own."""
+    return getattr(hook, "__module__", "").startswith(_FSDP)
 
 
 class ByLayer:
@@ -86,21 +95,11 @@ class ByLayer:
         self._calls[length] = calls
         return out
 
-    def capture(
-        self,
-        key: Any,
-        layers: Layers,
-        inputs: Inputs,
-        parameters: list[nn.Parameter],
-        packed: CapturedSequence,
-        pool: Pool,
-        rounded: RoundedWeights,
-    ) -> LayerGraphs:
+    def capture(self, wanted: ToCapture) -> LayerGraphs:
         """Return the graphs of the layers, see `Whole.capture`."""
+        calls = self._calls[_length_of(wanted.key)]
         with checkpointing.in_capture(self._layers):
-            return LayerGraphs(
-                self._calls[_length_of(key)], packed, pool, self._memory, kept=self.settings
-            )
+            return LayerGraphs(calls, wanted.packed, wanted.pool, self._memory, kept=self.settings)
 
 
 def _length_of(key: Any) -> Any:
@@ -131,7 +130,7 @@ def _why_not_part(part: Any, whole: bool) -> str | None:
     if part._compiled_call_impl is not None:
         return "is compiled"
     found = [value for name in HOOKS for value in _hooks(vars(part).get(name))]
-    if not all(whole and getattr(each, "__module__", "").startswith(_FSDP) for each in found):
+    if not all(whole and is_of_fsdp(each) for each in found):
         return "has hooks"
     kinds = {type(x) for x in (*part._parameters.values(), *part._buffers.values())}
     others = kinds - {*WEIGHTS, DTensor, type(None)}

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from hf_packfree.graphs.captured_sequence import NotCapturable
 from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
 from hf_packfree.graphs.parts import CapturedPart, gradients, inputs_of, nodes_of, parts_of
+from hf_packfree.graphs.settings import Places, places_of, weights_at
 from hf_packfree.once_differentiable import once_differentiable
 
 WARM_UP = 2
@@ -270,23 +271,26 @@ def in_the_place_of(parameters: Sequence[Tensor], module: nn.Module) -> Iterator
             keeps it, and the optimizer does not know it.
     """
     others = {id(x): nn.Parameter(x.detach()) for x in parameters}
-    places = [
-        (part, name, x)
-        for part in module.modules()
-        for name, x in part.named_parameters(recurse=False, remove_duplicate=False)
-        if id(x) in others
-    ]
-    try:
-        for part, name, x in places:
-            setattr(part, name, others[id(x)])
+    places = [(own, name) for own, name in places_of(module) if id(own[name]) in others]
+    with reading(places, [others[id(x)] for x in weights_at(places)]):
         yield [others[id(x)] for x in parameters]
         for given in parameters:
             read = others[id(given)]
             if (read.data_ptr(), read.dtype) != (given.data_ptr(), given.dtype):
                 raise NotCapturable(f"a layer moves a parameter of {tuple(given.shape)}")
+
+
+@contextmanager
+def reading(places: Places, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within the block, modules have these weights at the places."""
+    before: list[Any] = weights_at(places)
+    try:
+        for (parameters, name), weight in zip(places, weights, strict=True):
+            parameters[name] = weight
+        yield
     finally:
-        for part, name, x in places:
-            setattr(part, name, x)
+        for (parameters, name), weight in zip(places, before, strict=True):
+            parameters[name] = weight
 
 
 def refuse_other_leaves(out: Tensor, wanted: Sequence[Tensor]) -> None:

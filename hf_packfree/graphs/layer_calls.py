@@ -16,9 +16,8 @@ from hf_packfree.packing import PackedSequence
 Forward = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional ones, and those by name."""
-
-
 _CONSTANTS = int, float, str, torch.dtype, torch.device, PackedSequence, type(None)
+"""What is given to a layer in every row alike, or written where it reads it."""
 
 
 @dataclass(frozen=True)

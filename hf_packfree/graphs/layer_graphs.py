@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hf_packfree.graphs.capture import WARM_UP, Pool, Row, refuse_other_leaves, refuse_second
+from hf_packfree.graphs.capture import (
+    WARM_UP,
+    Pool,
+    Row,
+    reading,
+    refuse_other_leaves,
+    refuse_second,
+)
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable
 from hf_packfree.graphs.gradient_buffers import borrowed
 from hf_packfree.graphs.layer_calls import (
@@ -31,7 +37,7 @@ from hf_packfree.graphs.layer_calls import (
     with_record,
 )
 from hf_packfree.graphs.parts import gradients
-from hf_packfree.graphs.settings import Places, places_of, weights_at
+from hf_packfree.graphs.settings import places_of, weights_at
 from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.packing import PackedSequence
 
@@ -320,19 +326,6 @@ class _ReplayLayer(Function):
         ctx.row.left -= 1
         d_hidden, *grads = ctx.graph.run_backward(d_out)
         return None, None, d_hidden, None, *grads
-
-
-@contextmanager
-def reading(places: Places, weights: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within the block, modules have these weights at the places."""
-    before = [parameters[name] for parameters, name in places]
-    try:
-        for (parameters, name), weight in zip(places, weights, strict=True):
-            parameters[name] = weight
-        yield
-    finally:
-        for (parameters, name), weight in zip(places, before, strict=True):
-            parameters[name] = weight
 
 
 def _facts(x: Tensor) -> tuple[Any, ...]:

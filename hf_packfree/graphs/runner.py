@@ -24,7 +24,7 @@ from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable
 from hf_packfree.graphs.layer_graphs import LayerGraphs
 from hf_packfree.graphs.settings import Settings, switches_of, why_not_row
 from hf_packfree.graphs.unread import plans_of
-from hf_packfree.graphs.whole import Layers, Whole
+from hf_packfree.graphs.whole import Layers, ToCapture, Whole
 from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.packing import PackedSequence
 
@@ -380,8 +380,8 @@ class Runner:
             pool = self._pool_for(device, bucket.tokens)
             packed = CapturedSequence.of(row)
             assert self._way is not None
-            graph = self._way.capture(key, layers, inputs, parameters, packed, pool, self.rounded)
-            return Captured(graph, packed, plans_of(packed, bucket, pool))
+            wanted = ToCapture(key, layers, inputs, parameters, packed, pool, self.rounded)
+            return Captured(self._way.capture(wanted), packed, plans_of(packed, bucket, pool))
         except NotCapturable as error:
             # which no other length would change
             self._drop()

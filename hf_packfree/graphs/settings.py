@@ -38,9 +38,8 @@ class Settings:
     among them are compared by their items.
 
     Args:
-        module: the model, or its layers.
-        own_weights: whether it is read where its weights are; otherwise, only whether they are
-            trained.
+        own_weights: whether it matters where the model's weights are; otherwise, only whether they
+            are trained.
     """
 
     def __init__(self, module: nn.Module, own_weights: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,6 +25,28 @@ last hidden states [1, T, D].
 """
 
 
+class ToCapture(NamedTuple):
+    """What a graph is captured of.
+
+    Attributes:
+        key: of the graph, see `Runner.graphs`.
+        layers: the text model.
+        inputs: of a row, in the bucket's size.
+        parameters: those of the text model that are trained.
+        packed: the row's record.
+        pool: the memory of the graph.
+        rounded: the copies of fp32 weights that the graph reads.
+    """
+
+    key: Any
+    layers: Layers
+    inputs: Inputs
+    parameters: list[nn.Parameter]
+    packed: CapturedSequence
+    pool: Pool
+    rounded: RoundedWeights
+
+
 class Whole:
     """How rows of a text model are captured and replayed.
 
@@ -39,34 +61,16 @@ class Whole:
         self.rounded = RoundedWeights(trunk.parameters())
 
     def note(self, key: Any, layers: Layers, inputs: Inputs, row: PackedSequence) -> Tensor | None:
-        """Run a row without a graph, if something has to be known before its graph is captured; its
-        arguments are those of `capture`.
-        """
+        """Run a row without a graph, if something has to be known before its graph is captured."""
         return None
 
-    def capture(
-        self,
-        key: Any,
-        layers: Layers,
-        inputs: Inputs,
-        parameters: list[nn.Parameter],
-        packed: CapturedSequence,
-        pool: Pool,
-        rounded: RoundedWeights,
-    ) -> Graph:
+    def capture(self, wanted: ToCapture) -> Graph:
         """Return a graph of the layers.
-
-        Args:
-            key: of the graph, see `Runner.graphs`.
-            inputs: of a row, in the bucket's size.
-            parameters: those of the text model that are trained.
-            packed: the row's record.
-            rounded: the copies of fp32 weights that the graph reads.
 
         Raises:
             NotCapturable, RuntimeError: there is none.
         """
-
+        _, layers, inputs, parameters, packed, pool, rounded = wanted
         trunk = self._trunk()
         assert trunk is not None
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hf_packfree.graphs.by_layer import is_of_fsdp
 from hf_packfree.models.linear_weights import autocast_dtype, has_hooks
 from hf_packfree.models.plain_layers import all_are_hooked, forward_of, is_hooked
 from hf_packfree.models.state import state_of
@@ -29,7 +30,6 @@ from hf_packfree.ops.loss import Targets, head_scales, lazy_logits, loss_of, sca
 from hf_packfree.packing.lazy import LazyTensor
 
 _UPSTREAM = signature(ForCausalLMLoss)
-_FSDP = "torch.distributed.fsdp."
 
 
 class OfCall:
@@ -295,11 +295,7 @@ def _is_hooked_by_others(layer: FSDPModule) -> bool:
     """Whether a sharded layer has other hooks than FSDP's."""
     fields = dict(vars(layer))
     for kind in ("_forward_hooks", "_forward_pre_hooks"):
-        fields[kind] = [
-            hook
-            for hook in fields[kind].values()
-            if not getattr(hook, "__module__", "").startswith(_FSDP)
-        ]
+        fields[kind] = [hook for hook in fields[kind].values() if not is_of_fsdp(hook)]
     return has_hooks(fields) or all_are_hooked()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from hf_packfree.graphs.by_layer import param_dtype
 from hf_packfree.models.unfused import is_projection
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import trunks
@@ -61,8 +62,7 @@ def policy_dtype(model: nn.Module, family: Family | None) -> torch.dtype | None:
 
 
 def _param_dtype(wrapped: Any) -> torch.dtype | None:
-    # FSDP2 has no public name for the policy; a dtype noted in an earlier row would be stale once a
-    # model is sharded
-    policy = wrapped.mixed_precision if is_fsdp1(wrapped) else wrapped._get_fsdp_state()._mp_policy
-    found: torch.dtype | None = policy.param_dtype
+    if not is_fsdp1(wrapped):
+        return param_dtype(wrapped)
+    found: torch.dtype | None = wrapped.mixed_precision.param_dtype
     return found

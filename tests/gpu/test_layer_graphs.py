@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from hf_packfree import patch_report
 from hf_packfree.models.state import state_of
@@ -17,7 +16,7 @@ from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, WIDE, small
 from tests.gpu.test_graphs import ROWS, step, without
 from tests.integrations.marks import needs
-from tests.support import checkpoint_layers, difference, runner_of
+from tests.support import checkpoint_layers, difference, runner_of, whole_gradients
 
 pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
 
@@ -44,22 +43,14 @@ def sharded(shape: Any = NARROW, lora: str = "", kept: bool = False) -> Any:
     return model
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return {
-        name: (x.full_tensor() if isinstance(x, DTensor) else x).clone()
-        for name, x in found.items()
-    }
-
-
 def both(model: Any, lengths: Any, seed: int) -> tuple[float, float]:
     """The largest differences of values and gradients between graphs and the layers without."""
     model.zero_grad(set_to_none=True)
     found = step(model, lengths, seed)
-    grads = gradients(model)
+    grads = whole_gradients(model)
     model.zero_grad(set_to_none=True)
     wanted = without(model, lengths, seed)
-    others = gradients(model)
+    others = whole_gradients(model)
     assert grads.keys() == others.keys()
     worst = max(difference(grads[name], grad) for name, grad in others.items())
     return difference(found, wanted), worst

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3_5ForCausalLM
 
@@ -33,6 +32,7 @@ from tests.support import (
     relative_rms,
     runner_of,
     tiny,
+    whole_gradients,
 )
 
 WRAPPINGS = {
@@ -80,14 +80,6 @@ def step(model, lengths, seed=0):
     logits = model(**inputs_of(lengths, seed)).logits
     logits.float().square().mean().backward()
     return logits.detach()
-
-
-def whole_gradients(model):
-    grads = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    return {
-        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for name, grad in grads.items()
-    }
 
 
 def assert_trains_as(model, other, rows=ROWS * 2, bits=False):
