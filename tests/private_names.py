@@ -42,6 +42,11 @@ PRIVATE = {
     "_is_fsdp_managed_module": Private(
         "torch 2.13", "FSDP1 has no hooks by which a CUDA graph could tell that it shards weights"
     ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": Private(
+        "torch 2.13",
+        "the wrapper with which accelerate and torchtitan recompute layers that FSDP2 shards",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    ),
     "_is_replica": Private(
         "torch 2.13", "replicas of nn.DataParallel, which run in threads, have no CUDA graphs"
     ),

@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassFieldValidationError
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 from hf_packfree import apply_patches
@@ -152,6 +154,13 @@ def checkpoint_layers(model: torch.nn.Module, reentrant: bool | None = None) -> 
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(how)
 
 
+def wrap_layers(model: torch.nn.Module, **options: Any) -> None:
+    """Let torch's wrapper recompute the layers, as accelerate does where FSDP shards them."""
+    layers = model.base_model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer, **options)
+
+
 def put_upstream_in_torch(monkeypatch) -> None:
     """Let upstream's Qwen3.5 run its own torch functions, on any device, instead of the kernels
     it finds.
@@ -248,11 +257,14 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 
 def whole_gradients(model) -> dict[str, torch.Tensor]:
-    """Return a copy of every parameter's gradient, those of sharded ones from all ranks."""
-    found = gradients(model)
+    """Return a copy of every parameter's gradient, those of sharded ones from all ranks, by the
+    names that parameters have without wrappers that recompute layers.
+    """
     return {
-        name: grad.full_tensor() if isinstance(grad, DTensor) else grad
-        for name, grad in found.items()
+        name.replace("_checkpoint_wrapped_module.", ""): (
+            grad.full_tensor() if isinstance(grad, DTensor) else grad
+        )
+        for name, grad in gradients(model).items()
     }
 
 

@@ -38,7 +38,8 @@ def gathered_dtype(trunk: Any) -> torch.dtype | None:
     """Return the dtype of the weights that FSDP2 gathers for a text model's layers; None: it does
     not shard them, or does not cast.
     """
-    layer: Any = next(iter(getattr(trunk, "layers", ())), None)
+    first: Any = next(iter(getattr(trunk, "layers", ())), None)
+    layer: Any = checkpointing.called_in_hooks(first)
     if not isinstance(layer, FSDPModule):
         # gathered, with what is around the text model
         managed = layer is not None and getattr(trunk, "_is_fsdp_managed_module", False)
@@ -109,8 +110,10 @@ def _length_of(key: Any) -> Any:
 
 def why_not_layers(layers: nn.ModuleList) -> str | None:
     """Return why sharded layers cannot be captured, or None."""
-    whole = {*layers}
+    whole = {*map(checkpointing.called_in_hooks, layers)}
     for name, part in layers.named_modules():
+        if (why := checkpointing.why_not(part)) is not None:
+            return why
         found = _why_not_part(part, part in whole)
         if found is not None:
             return f"layers.{name} {found}"
@@ -121,12 +124,10 @@ def _why_not_part(part: Any, whole: bool) -> str | None:
     """Return why a layer, or a part of one, cannot be captured, as the rest of a sentence."""
     if isinstance(part, FSDPModule) and not whole:
         return "is sharded by itself"
-    if getattr(part, "gradient_checkpointing", False):
-        # before transformers 5.24 with the hooks that gather its weights
-        if type(part).__call__ is not nn.Module.__call__:
-            return "is recomputed with its hooks"
-        if checkpointing.why_not(part) is not None:
-            return "is recomputed by another function than torch's checkpoint"
+    # before transformers 5.24 with the hooks that gather its weights
+    is_own = checkpointing.recomputes(part) == checkpointing.FUNCTION
+    if is_own and type(part).__call__ is not nn.Module.__call__:
+        return "is recomputed with its hooks"
     if part._compiled_call_impl is not None:
         return "is compiled"
     found = [value for name in HOOKS for value in _hooks(vars(part).get(name))]

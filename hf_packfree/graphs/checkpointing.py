@@ -8,24 +8,63 @@ that is switched off, and layers that draw random numbers are not captured.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    OffloadWrapper,
+)
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
 
 FUNCTION = "_gradient_checkpointing_func"
-"""The attribute of a layer with the function that recomputes it."""
+"""The attribute of a layer of transformers with the function that recomputes it."""
+
+
+def recomputes(layer: Any) -> str | None:
+    """Return the attribute of a layer, or of torch's wrapper around one, with the function that
+    recomputes it; None: it is not recomputed.
+    """
+    if isinstance(layer, CheckpointWrapper):
+        return "checkpoint_fn"
+    # a wrapper has the attributes of what it wraps
+    return FUNCTION if vars(layer).get("gradient_checkpointing") else None
+
+
+def called_in_hooks(layer: Any) -> nn.Module:
+    """Return what FSDP2's hooks are around: the layer, or what torch's wrapper wraps, where not the
+    wrapper was sharded, but that (accelerate does so).
+    """
+    if not isinstance(layer, CheckpointWrapper) or isinstance(layer, FSDPModule):
+        return layer
+    (inner,) = layer.children()
+    # a reentrant one hands keywords over as positional arguments
+    wraps = isinstance(inner, FSDPModule) and layer.checkpoint_impl is CheckpointImpl.NO_REENTRANT
+    return inner if wraps else layer
+
+
+def own_forward(layer: Any) -> Callable[..., Any]:
+    """Return what a layer runs within FSDP2's hooks, which recomputes what the layer recomputes."""
+    called = called_in_hooks(layer)
+    forward: Callable[..., Any] = called.forward
+    if called is layer:
+        return forward
+    return lambda *args, **kwargs: layer.checkpoint_fn(forward, *args, **kwargs)
 
 
 def why_not(layer: Any) -> str | None:
     """Return why a layer's checkpointing cannot be captured, or None."""
-    function = getattr(layer, FUNCTION, None)
-    if getattr(layer, "gradient_checkpointing", False) and _settings(function) is None:
+    if isinstance(layer, OffloadWrapper):
+        return "activations are offloaded"
+    name = recomputes(layer)
+    if name is not None and _settings(getattr(layer, name, None)) is None:
         return "layers are recomputed by another function than torch's checkpoint"
     return None
 
@@ -37,22 +76,21 @@ def in_capture(module: nn.Module) -> Iterator[None]:
     Raises:
         NotCapturable: at the end of the block, if the layers drew random numbers.
     """
-    layers: list[Any] = [
-        each for each in module.modules() if getattr(each, "gradient_checkpointing", False)
-    ]
+    named = ((layer, recomputes(layer)) for layer in module.modules())
+    layers = [(layer, name, getattr(layer, name)) for layer, name in named if name is not None]
     if not layers:
         yield
         return
-    before, state = [getattr(layer, FUNCTION) for layer in layers], _random_state()
+    state = _random_state()
     others = {"use_reentrant": False, "preserve_rng_state": False}
-    for layer, function in zip(layers, before, strict=True):
+    for layer, name, function in layers:
         settings = (_settings(function) or {}) | others
-        setattr(layer, FUNCTION, functools.partial(checkpoint, **settings))
+        setattr(layer, name, functools.partial(checkpoint, **settings))
     try:
         yield
     finally:
-        for layer, function in zip(layers, before, strict=True):
-            setattr(layer, FUNCTION, function)
+        for layer, name, function in layers:
+            setattr(layer, name, function)
     if any(map(_differ, state, _random_state())):
         raise NotCapturable("layers draw random numbers (dropout), and are recomputed")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.graphs.checkpointing import called_in_hooks, own_forward
 from hf_packfree.graphs.settings import WEIGHTS, places_of, weights_at
 from hf_packfree.packing import PackedSequence
 
@@ -122,17 +123,21 @@ def forwards_of(
     layers: nn.ModuleList, replaced: Callable[[int, Forward], Forward]
 ) -> Iterator[None]:
     """Within the block, calls of the layers run other forwards, in the same hooks."""
-    before = [vars(layer).get("forward") for layer in layers]
+    called = [*map(called_in_hooks, layers)]
+    before = {module: vars(module).get("forward") for module in (*layers, *called)}
     try:
-        for number, layer in enumerate(layers):
-            layer.forward = replaced(number, layer.forward)
+        for number, (layer, its) in enumerate(zip(layers, called, strict=True)):
+            own = own_forward(layer)
+            if its is not layer:
+                layer.forward = its.__call__
+            its.forward = replaced(number, own)
         yield
     finally:
-        for layer, forward in zip(layers, before, strict=True):
+        for module, forward in before.items():
             if forward is None:
-                vars(layer).pop("forward", None)
+                vars(module).pop("forward", None)
             else:
-                layer.forward = forward
+                module.forward = forward
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

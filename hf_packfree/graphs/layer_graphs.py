@@ -25,6 +25,7 @@ from hf_packfree.graphs.capture import (
     refuse_second,
 )
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable
+from hf_packfree.graphs.checkpointing import own_forward
 from hf_packfree.graphs.gradient_buffers import borrowed
 from hf_packfree.graphs.layer_calls import (
     Arguments,
@@ -94,7 +95,7 @@ class LayerGraph:
         self.kept = kept
         self.call, self.hidden, self.weights = call, hidden, weights
         self.is_last, self.tensors = is_last, tensors_in(arguments)
-        self._own, self._arguments, self.places = layer.forward, arguments, places_of(layer)
+        self._own, self._arguments, self.places = own_forward(layer), arguments, places_of(layer)
         self._leaves = [x for x in (hidden, *weights.read) if x.requires_grad]
         self.has_backward = bool(self._leaves)
 

@@ -16,7 +16,13 @@ from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, WIDE, small
 from tests.gpu.test_graphs import ROWS, step, without
 from tests.integrations.marks import needs
-from tests.support import checkpoint_layers, difference, runner_of, whole_gradients
+from tests.support import (
+    checkpoint_layers,
+    difference,
+    runner_of,
+    whole_gradients,
+    wrap_layers,
+)
 
 pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
 
@@ -72,9 +78,11 @@ def test_packings_in_turns(record, lora, kept):
     assert replayed >= 2 * len(ROWS) - 2, patch_report(model).cuda_graphs
 
 
-def test_layers_that_are_recomputed(record):
+# by transformers, and by torch's wrapper as accelerate puts it around them
+@pytest.mark.parametrize("recompute", [checkpoint_layers, wrap_layers])
+def test_layers_that_are_recomputed(record, recompute):
     model = sharded()
-    checkpoint_layers(model)
+    recompute(model)
     for lengths in ROWS * 2:
         step(model, lengths)
     for number, lengths in enumerate(ROWS):

@@ -82,12 +82,15 @@ class LayerAgain(layer_graphs.LayerGraph):
     would read and write; what later replays may overwrite is NaN.
     """
 
+    def __init__(self, layer, *args, **kwargs):
+        self.layer = layer
+        super().__init__(layer, *args, **kwargs)
+
     def compute(self):
         args, kwargs = self._arguments
-        layer = self._own.__self__
         with (
             layer_graphs.reading(self.places, self.weights.read),
-            checkpointing.in_capture(layer),
+            checkpointing.in_capture(self.layer),
         ):
             return self._own(self.leaf, *args, **kwargs)
 

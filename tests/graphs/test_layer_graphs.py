@@ -11,6 +11,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    offload_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +37,7 @@ from tests.support import (
     runner_of,
     tiny,
     whole_gradients,
+    wrap_layers,
 )
 
 WRAPPINGS = {
@@ -115,6 +120,38 @@ def test_layers_that_are_recomputed(one_rank, reentrant):
     )
     assert_trains_as(model, other)
     assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+def sharded_and_wrapped(within, **options):
+    """As accelerate does, which shards what the wrappers wrap; or as torchtitan, the wrappers."""
+    model = apply_patches(plain_model(), cuda_graphs="auto")
+    # which upstream's layers would write into twice
+    model.config.use_cache = False
+    if not within:
+        wrap_layers(model, **options)
+        return shard(model)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model.base_model.layers:
+        fully_shard(layer, mesh=mesh)
+    wrap_layers(model, **options)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+WRAPPERS = {
+    "as accelerate": {"within": True, "preserve_rng_state": False},
+    "as torchtitan": {"within": False},
+    "reentrant": {"within": False, "checkpoint_impl": CheckpointImpl.REENTRANT},
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_layers_that_torch_s_wrapper_recomputes(name, one_rank):
+    model, other = sharded_and_wrapped(**WRAPPERS[name]), apply_patches(plain_model())
+    functions = [layer.checkpoint_fn for layer in model.base_model.layers]
+    assert_trains_as(model, other)
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+    assert functions == [layer.checkpoint_fn for layer in model.base_model.layers]
 
 
 LONGER = (70, 30), (50, 20, 30), (9, 90), (40, 40, 17)
@@ -311,6 +348,11 @@ def other_checkpoint(model):
         )
 
 
+def offloaded(model):
+    layers = model.base_model.layers
+    layers[1] = offload_wrapper(layers[1])
+
+
 def compiled(model):
     """As `layer.compile()` does, without compiling."""
     layer = model.base_model.layers[2]
@@ -320,7 +362,8 @@ def compiled(model):
 WHY_NOT = {
     "layers.1.mlp is sharded by itself": by_itself,
     "layers.1 has hooks": hooked,
-    "layers.0 is recomputed by another function than torch's checkpoint": other_checkpoint,
+    "layers are recomputed by another function than torch's checkpoint": other_checkpoint,
+    "activations are offloaded": offloaded,
     "layers.2 is compiled": compiled,
 }
 
@@ -406,15 +449,24 @@ def test_ranks_embed_as_often_as_each_other(tmp_path):
     assert on_ranks(embed_on_a_rank, [()], tmp_path) == [(1, 1)]
 
 
-def on_a_rank(rank, fails, embedding):
-    """Return the gradients of rows of which each rank has others; graphs are captured at other
-    steps, and by one rank not at all.
+RANKS = {
+    "the rest": sharded,
+    "as accelerate": lambda: sharded(embedding=True),
+    "recomputed as accelerate does": lambda: sharded_and_wrapped(**WRAPPERS["as accelerate"]),
+    "recomputed as torchtitan does": lambda: sharded_and_wrapped(**WRAPPERS["as torchtitan"]),
+}
+
+
+def on_a_rank(rank, fails, how):
+    """Return how far the gradients of rows of which each rank has others are from those without
+    graphs, and how many were replayed; graphs are captured at other steps, and by one rank, if it
+    `fails`, not at all.
     """
     patch = pytest.MonkeyPatch()
     on_cpu.let_capture_whole_documents(patch)
     if fails and rank:
         patch.setattr(layer_graphs.LayerGraphs, "_capture", _out_of_memory)
-    model, other = sharded(embedding=embedding), apply_patches(plain_model())
+    model, other = RANKS[how](), apply_patches(plain_model())
     rows = ROWS * 2 if rank == 0 else ((50, 20), (50, 20), *ROWS, (30, 20), (7,))
     for seed, lengths in enumerate(rows):
         step(model, lengths, seed + 100 * rank)
@@ -435,7 +487,7 @@ def _out_of_memory(*args):
 
 @pytest.mark.slow
 def test_ranks_whose_rows_differ_gather_the_same_weights(tmp_path):
-    cases = [(False, False), (False, True), (True, False), (True, True)]
+    cases = [(fails, how) for fails in (False, True) for how in RANKS]
     found = dict(zip(cases, on_ranks(on_a_rank, cases, tmp_path), strict=True))
     assert all(worst <= GRADIENT_TOL for ranks in found.values() for worst, _ in ranks)
     for (fails, _), ((_, first), (_, second)) in found.items():

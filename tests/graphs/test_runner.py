@@ -11,6 +11,7 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import Qwen3_5ForCausalLM
@@ -35,6 +36,7 @@ from tests.support import (
     checkpoint_layers,
     relative_rms,
     runner_of,
+    wrap_layers,
 )
 
 
@@ -561,6 +563,22 @@ def test_what_cannot_be_captured_is_named(model):
     assert why_not(trunk) == "layers.2.mlp has hooks"
 
 
+def another_function(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def test_wrapped_layers_that_cannot_be_captured_are_named(model):
+    trunk = model.base_model
+    wrap_layers(model)
+    assert why_not(trunk) == "its weights are on cpu"
+    layer = trunk.layers[1]
+    trunk.layers[1] = offload_wrapper(layer)
+    assert why_not(trunk) == "activations are offloaded"
+    trunk.layers[1] = layer
+    layer.checkpoint_fn = another_function
+    assert why_not(trunk) == "layers are recomputed by another function than torch's checkpoint"
+
+
 # one rank shards nothing, of which FSDP1 warns
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("together", [False, True])
@@ -596,9 +614,26 @@ def test_layers_that_are_recomputed(model):
     assert functions == [layer._gradient_checkpointing_func for layer in model.base_model.layers]
 
 
-def test_layers_that_are_recomputed_and_draw_random_numbers_are_not_captured(model):
+def test_layers_that_torch_s_wrapper_recomputes(model):
+    other = apply_patches(copy.deepcopy(remove_patches(model)))
+    apply_patches(model, cuda_graphs="auto")
+    wrap_layers(model)
+    functions = [layer.checkpoint_fn for layer in model.base_model.layers]
+    for seed, lengths in enumerate(ROWS * 2):
+        for each in (model, other):
+            hidden(each, lengths, seed).pow(2).sum().backward()
+        for (name, mine), its in zip(
+            model.base_model.named_parameters(), other.base_model.parameters(), strict=True
+        ):
+            assert torch.allclose(mine.grad, its.grad, atol=1e-4), name
+    assert runner_of(model).replayed >= len(ROWS)
+    assert functions == [layer.checkpoint_fn for layer in model.base_model.layers]
+
+
+@pytest.mark.parametrize("recompute", [checkpoint_layers, wrap_layers])
+def test_layers_that_are_recomputed_and_draw_random_numbers_are_not_captured(model, recompute):
     """A second run would drop other activations than the first."""
-    checkpoint_layers(model)
+    recompute(model)
     for layer in model.base_model.layers:
         if hasattr(layer, "self_attn"):
             layer.self_attn.attention_dropout = 0.1
