@@ -26,5 +26,6 @@ sizes:
 - `whole`: all layers in one graph. `by_layer`: each in graphs of its own, where FSDP2 gathers
   weights in hooks around it; `layer_calls` notes what layers are called with, `layer_graphs`
   captures and replays them.
-- `runner`: which rows are replayed, which are not, and why. `of_model`: the runners of a model.
+- `captures`: the graphs of a text model, and the memory that they share. `runner`: which rows are
+  replayed, which are not, and why. `of_model`: the runners of a model.
 """

@@ -71,10 +71,14 @@ class ByLayer:
         self._layers: nn.ModuleList = trunk.layers
         # weights are read where FSDP2 has gathered them
         self.settings = Settings(trunk, own_weights=False)
-        self.why_not = why_not_layers(trunk.layers)
+        self.why_not = why_not_layers(trunk.layers) or _why_not_around(trunk)
         self.rounded = RoundedWeights()
         self._calls: dict[Any, CallsOfLayers] = {}
         self._memory: Memory = {}
+
+    def forget(self) -> None:
+        """Free the memory of weights."""
+        self._memory = {}
 
     def note(self, key: Any, layers: Layers, inputs: Inputs, row: PackedSequence) -> Tensor | None:
         """Run the first row without a graph, and note what its layers are called with: to call them
@@ -99,7 +103,8 @@ class ByLayer:
     def capture(self, wanted: ToCapture) -> LayerGraphs:
         """Return the graphs of the layers, see `Whole.capture`."""
         calls = self._calls[_length_of(wanted.key)]
-        with checkpointing.in_capture(self._layers):
+        has_gradients = all(call.hidden.requires_grad for call in calls.calls)
+        with checkpointing.in_capture(self._layers, has_gradients):
             return LayerGraphs(calls, wanted.packed, wanted.pool, self._memory, kept=self.settings)
 
 
@@ -130,14 +135,34 @@ def _why_not_part(part: Any, whole: bool) -> str | None:
         return "is recomputed with its hooks"
     if part._compiled_call_impl is not None:
         return "is compiled"
-    found = [value for name in HOOKS for value in _hooks(vars(part).get(name))]
-    if not all(whole and is_of_fsdp(each) for each in found):
+    if not all(whole and is_of_fsdp(each) for each in _hooks(part)):
         return "has hooks"
     kinds = {type(x) for x in (*part._parameters.values(), *part._buffers.values())}
     others = kinds - {*WEIGHTS, DTensor, type(None)}
     return f"holds a {others.pop().__name__}" if others else None
 
 
-def _hooks(found: Any) -> list[Any]:
-    """Return the hooks of one kind; `found` is a dictionary of them, or accelerate's one."""
-    return [*found.values()] if isinstance(found, dict) else [found] if found else []
+def _why_not_around(trunk: Any) -> str | None:
+    """Return why what is around the layers cannot run on padded rows, or None."""
+    layers = {*trunk.layers.modules()}
+    for name, part in trunk.named_modules():
+        within = part is not trunk and part not in layers
+        if within and not all(is_of_fsdp(each) or _marks(each) for each in _hooks(part)):
+            return f"{name} has hooks, which would see padding"
+    return None
+
+
+def _marks(hook: Any) -> bool:
+    """Whether a hook is transformers' or PEFT's that lets embeddings have gradients."""
+    return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
+
+
+def _hooks(part: Any) -> list[Any]:
+    """Return all hooks of a module."""
+    # dictionaries, and accelerate's one
+    found = (vars(part).get(name) for name in HOOKS)
+    return [
+        hook
+        for hooks in found
+        for hook in (hooks.values() if isinstance(hooks, dict) else [hooks] if hooks else [])
+    ]

@@ -70,17 +70,25 @@ def why_not(layer: Any) -> str | None:
 
 
 @contextmanager
-def in_capture(module: nn.Module) -> Iterator[None]:
+def in_capture(module: nn.Module, has_gradients: bool) -> Iterator[None]:
     """Make the recomputed layers of a module capturable in the block.
 
+    Args:
+        has_gradients: whether what the layers are given has gradients.
+
     Raises:
-        NotCapturable: at the end of the block, if the layers drew random numbers.
+        NotCapturable: without a graph the layers would get no gradients; at the end of the block,
+            if they drew random numbers.
     """
     named = ((layer, recomputes(layer)) for layer in module.modules())
     layers = [(layer, name, getattr(layer, name)) for layer, name in named if name is not None]
     if not layers:
         yield
         return
+    if not has_gradients and any(_is_reentrant(function) for _, _, function in layers):
+        raise NotCapturable(
+            "layers are recomputed with use_reentrant=True from inputs without gradients"
+        )
     state = _random_state()
     others = {"use_reentrant": False, "preserve_rng_state": False}
     for layer, name, function in layers:
@@ -107,6 +115,11 @@ def _settings(function: Any) -> dict[str, Any] | None:
     if isinstance(function, functools.partial) and not function.args:
         return dict(function.keywords) if function.func is checkpoint else None
     return {} if function is checkpoint else None
+
+
+def _is_reentrant(function: Any) -> bool:
+    """Whether layers have gradients only if their input has."""
+    return bool((_settings(function) or {}).get("use_reentrant", True))
 
 
 def _random_state() -> list[Tensor]:

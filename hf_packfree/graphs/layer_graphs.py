@@ -61,8 +61,10 @@ class GatheredWeights:
 
     def write(self, weights: list[Tensor]) -> None:
         """Copy gathered weights there, by one kernel."""
-        with torch.no_grad():
-            torch._foreach_copy_(self._memory, weights)
+        # a layer may have none
+        if weights:
+            with torch.no_grad():
+                torch._foreach_copy_(self._memory, weights)
 
 
 Memory = dict[Any, GatheredWeights]

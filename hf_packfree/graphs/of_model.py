@@ -56,14 +56,14 @@ class Graphs:
         """Return in words how many rows ran in graphs, and why others did not."""
         runners = list(self._runners.values())
         reasons = sum((runner.reasons for runner in runners), Counter[str]())
-        lengths = sorted({key[0].tokens for runner in runners for key in runner.graphs})
+        lengths = sorted({key[0].tokens for runner in runners for key in runner.captures.graphs})
         said = f"{sum(runner.replayed for runner in runners)} rows were replayed"
         ahead = sum(runner.ahead.taken for runner in runners)
         said += f", {ahead} of them launched before their boundaries were read" if ahead else ""
         longer = sum(runner.in_longer for runner in runners)
         said += f", {longer} in graphs of longer rows" if longer else ""
         said += f" (of up to {', '.join(map(str, lengths))} tokens)" if lengths else ""
-        said += _of_copies([runner.rounded for runner in runners])
+        said += _of_copies([runner.captures.rounded for runner in runners])
         why = ", ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
         return f"CUDA graphs: {said}" + (f"; without: {why}" if why else "")
 

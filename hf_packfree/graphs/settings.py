@@ -38,8 +38,8 @@ class Settings:
     among them are compared by their items.
 
     Args:
-        own_weights: whether it matters where the model's weights are; otherwise, only whether they
-            are trained.
+        own_weights: whether it matters where the model's weights are; otherwise, only which there
+            are, and whether they are trained.
     """
 
     def __init__(self, module: nn.Module, own_weights: bool = True) -> None:
@@ -70,7 +70,7 @@ class Settings:
             if isinstance(value, Tensor) and value.numel() == 1
         ]
         self._tensors = [*(_tensors(module) if own_weights else module.buffers())]
-        self._gathered = [] if own_weights else places_of(module)
+        self._gathered = [] if own_weights else [part._parameters for part in module.modules()]
         self._trained = self._are_trained()
         self._in_4_bits = [x for x in self._tensors if type(x) not in WEIGHTS]
         self._constants = _constants(self._in_4_bits)
@@ -81,8 +81,9 @@ class Settings:
         """Whether what a graph reads is where it was: a replay reads no memory that was freed."""
         return self._addresses == _addresses(self._tensors)
 
-    def _are_trained(self) -> list[bool]:
-        return [weight.requires_grad for weight in weights_at(self._gathered)]
+    def _are_trained(self) -> list[tuple[str, bool]]:
+        found = (item for parameters in self._gathered for item in parameters.items())
+        return [(name, weight.requires_grad) for name, weight in found if weight is not None]
 
     def hold(self) -> bool:
         """Whether the model is unchanged."""

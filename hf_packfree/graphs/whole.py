@@ -35,7 +35,6 @@ class ToCapture(NamedTuple):
         parameters: those of the text model that are trained.
         packed: the row's record.
         pool: the memory of the graph.
-        rounded: the copies of fp32 weights that the graph reads.
     """
 
     key: Any
@@ -44,7 +43,6 @@ class ToCapture(NamedTuple):
     parameters: list[nn.Parameter]
     packed: CapturedSequence
     pool: Pool
-    rounded: RoundedWeights
 
 
 class Whole:
@@ -60,6 +58,10 @@ class Whole:
         self.why_not = why_not(trunk)
         self.rounded = RoundedWeights(trunk.parameters())
 
+    def forget(self) -> None:
+        """Free the copies of weights: graphs that are captured from now on do without."""
+        self.rounded = RoundedWeights()
+
     def note(self, key: Any, layers: Layers, inputs: Inputs, row: PackedSequence) -> Tensor | None:
         """Run a row without a graph, if something has to be known before its graph is captured."""
         return None
@@ -70,7 +72,8 @@ class Whole:
         Raises:
             NotCapturable, RuntimeError: there is none.
         """
-        _, layers, inputs, parameters, packed, pool, rounded = wanted
+        _, layers, inputs, parameters, packed, pool = wanted
+        rounded = self.rounded
         trunk = self._trunk()
         assert trunk is not None
 
@@ -79,7 +82,7 @@ class Whole:
             return layers(embeddings, positions, packed)
 
         with (
-            checkpointing.in_capture(trunk),
+            checkpointing.in_capture(trunk, inputs[0].requires_grad),
             in_the_place_of(parameters, trunk) as read,
             rounded.in_use(),
         ):

@@ -96,7 +96,7 @@ def ahead(call: Call) -> Meanwhile | None:
     runner, module = state_of(call.module).graphs.of_one(), call.module
     trunk = None if runner is None else runner.trunk()
     given, positions = _given(call.arguments), call.position_ids
-    if runner is None or trunk is None or not runner.graphs or call.has_media:
+    if runner is None or trunk is None or not runner.captures.graphs or call.has_media:
         return None
     # recomputed, the call would have to save the same tensors again
     if has_saved_tensor_hooks() or any(call.get(name) for name in _OUTPUTS):

@@ -129,7 +129,10 @@ def _captured_with(model: nn.Module, module: Any, name: str, value: Any) -> Iter
     """Replay CUDA graphs that were captured, once, with another value of something."""
     runner = runner_of(model)
     graphs = _CAPTURED.setdefault(runner, {}).setdefault(name, {})
-    with mock.patch.object(module, name, value), mock.patch.object(runner, "graphs", graphs):
+    with (
+        mock.patch.object(module, name, value),
+        mock.patch.object(runner.captures, "graphs", graphs),
+    ):
         yield
 
 

@@ -46,14 +46,14 @@ def test_the_loss_is_the_same(model, off, input_format):
 
 def test_documents_are_whole_in_graphs_of_their_own(model):
     runner, longest = runner_of(model), (8192, 16, 8192, 8)
-    graphs, cut = runner.graphs, even_segments.segment_size(*longest)
+    graphs, cut = runner.captures.graphs, even_segments.segment_size(*longest)
     others = []
     for _ in range(2):
         with ablation.LONG["segments in graphs"](model):
             assert even_segments.segment_size(*longest) is None
-            others.append(runner.graphs)
+            others.append(runner.captures.graphs)
     assert others[0] is others[1] is not graphs
-    assert runner.graphs is graphs and even_segments.segment_size(*longest) == cut
+    assert runner.captures.graphs is graphs and even_segments.segment_size(*longest) == cut
 
 
 @needs("peft")

@@ -64,7 +64,7 @@ def without(model: Any, lengths: Any, seed: int = 0, tokens: Any = None) -> torc
     given, _ = packed_row(model, lengths)
     tokens, packed = given if tokens is None else tokens, record_of(lengths)
     # the last graph that was replayed comes last
-    graphs = reversed([key[0] for key in runner_of(model).graphs])
+    graphs = reversed([key[0] for key in runner_of(model).captures.graphs])
     bucket = next((one for one in graphs if one.takes(packed)), bucket_of(packed))
     trunk, row = model.base_model, in_bucket(packed, bucket)
     embeddings = lengthened(trunk.get_input_embeddings()(tokens), bucket, 1)
@@ -223,7 +223,7 @@ def test_the_backward_pass_in_parts(record, monkeypatch, recomputed):
             model.zero_grad(set_to_none=True)
             step(model, lengths, number)
             rows.append(gradients(model))
-        (captured,) = {len(each.graph.parts) for each in runner_of(model).graphs.values()}
+        (captured,) = {len(each.graph.parts) for each in runner_of(model).captures.graphs.values()}
         assert captured == min(most, len(model.base_model.layers))
         found.append(rows)
     for lengths, one, other in zip((ROWS[0], *ROWS[:4]), *found, strict=True):
@@ -401,7 +401,7 @@ def own_graphs(monkeypatch):
 
 
 def have_graphs(model: Any, rows: Any) -> bool:
-    graphs = [key[0] for key in runner_of(model).graphs]
+    graphs = [key[0] for key in runner_of(model).captures.graphs]
     return all(any(one.holds(record_of(lengths)) for one in graphs) for lengths in rows)
 
 
@@ -523,7 +523,7 @@ def test_frozen_fp32_weights_are_rounded_once(record, write, checkpointing):
     assert same == [write == "nobody"] * 3
     if write != "other memory":
         assert runner_of(model).replayed >= before + 8
-        assert len(runner_of(model).rounded) > 0, patch_report(model).cuda_graphs
+        assert len(runner_of(model).captures.rounded) > 0, patch_report(model).cuda_graphs
 
 
 def test_autocast(record):

@@ -95,7 +95,7 @@ def captured(shape: Any, trees: tuple[Forest, ...]) -> Any:
     for tree in (*trees, *trees):
         tokens, _ = packed_row(model, [sum(tree.lengths)])
         hidden(model, tokens, tree.record.to(DEVICE)).float().pow(2).sum().backward()
-    assert len(runner_of(model).graphs) == 1, patch_report(model).cuda_graphs
+    assert len(runner_of(model).captures.graphs) == 1, patch_report(model).cuda_graphs
     return model
 
 
@@ -120,7 +120,7 @@ def deterministic() -> Iterator[None]:
 def step(model: Any, tokens: Tensor, packed: PackedSequence, count: int, seed: int) -> Any:
     """Return hidden states of `count` tokens, and every gradient."""
     model.zero_grad(set_to_none=True)
-    bucket = next(iter(runner_of(model).graphs))[0]
+    bucket = next(iter(runner_of(model).captures.graphs))[0]
     embeddings = model.get_input_embeddings()(tokens)
     embeddings = lengthened(embeddings, bucket, 1) if packed.bounded else embeddings
     output = model.base_model(inputs_embeds=embeddings, packed_sequence=packed, use_cache=False)
@@ -142,7 +142,7 @@ def test_trees_in_turns(kind, record, deterministic):
             tokens, _ = packed_row(model, [count])
             packed = tree.record.to(DEVICE)
             found, grads = step(model, tokens, packed, count, number)
-            row = in_bucket(packed, next(iter(runner_of(model).graphs))[0])
+            row = in_bucket(packed, next(iter(runner_of(model).captures.graphs))[0])
             switch(model, "never")
             wanted, others = step(model, tokens, row, count, number)
             switch(model, "auto")

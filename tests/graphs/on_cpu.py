@@ -17,11 +17,11 @@ from hf_packfree.graphs import (
     capture,
     captured,
     captured_sequence,
+    captures,
     checkpointing,
     gradient_buffers,
     layer_graphs,
     parts,
-    runner,
     unread,
     whole,
 )
@@ -90,7 +90,7 @@ class LayerAgain(layer_graphs.LayerGraph):
         args, kwargs = self._arguments
         with (
             layer_graphs.reading(self.places, self.weights.read),
-            checkpointing.in_capture(self.layer),
+            checkpointing.in_capture(self.layer, has_gradients=True),
         ):
             return self._own(self.leaf, *args, **kwargs)
 
@@ -158,11 +158,11 @@ def let_capture(monkeypatch: Any) -> None:
     monkeypatch.setattr(whole, "Graph", Again)
     monkeypatch.setattr(layer_graphs, "_LAYER_GRAPH", LayerAgain)
     monkeypatch.setattr(gradient_buffers, "tensor_at", tensor_at)
-    monkeypatch.setattr(runner, "Pool", OnACPU)
-    monkeypatch.setattr(runner, "CaptureStream", lambda device: None)
+    monkeypatch.setattr(captures, "Pool", OnACPU)
+    monkeypatch.setattr(captures, "CaptureStream", lambda device: None)
     monkeypatch.setattr(unread.Plans, "_replay", unread.Plans._write)
     monkeypatch.setattr(whole, "why_not", lambda module: None)
-    monkeypatch.setattr(runner, "free_memory", lambda device: runner.SPARE)
+    monkeypatch.setattr(captures, "free_memory", lambda device: captures.SPARE)
     monkeypatch.setattr(
         captured_layers,
         "_is_training_step",

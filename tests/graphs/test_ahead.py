@@ -169,7 +169,7 @@ def test_nothing_reads_a_replay_that_still_runs(model, monkeypatch):
 
     def joined(before):
         def check(graph, *args):
-            pools.append(runner_of(model)._pool)
+            pools.append(runner_of(model).captures.pool)
             assert before is run or not pools[-1].running
             return before(graph, *args)
 
@@ -332,7 +332,7 @@ def test_a_model_that_changed_is_no_longer_replayed(model, change, inputs_of, mo
     """
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed, inputs_of)
-    before = {each.graph for each in runner_of(model).graphs.values()}
+    before = {each.graph for each in runner_of(model).captures.graphs.values()}
     taken, launched, run = runner_of(model).ahead.taken, [], on_cpu.Again._run_forward
     monkeypatch.setattr(
         on_cpu.Again, "_run_forward", lambda graph: launched.append(graph) or run(graph)
@@ -345,8 +345,8 @@ def test_a_model_that_changed_is_no_longer_replayed(model, change, inputs_of, mo
     found = step(model, ROWS[0], inputs_of=inputs_of)
     assert len(before & {*launched}) == (change == "setting")
     assert runner_of(model).ahead.taken == taken
-    assert before.isdisjoint(each.graph for each in runner_of(model).graphs.values())
-    monkeypatch.setattr(runner_of(model), "_why_not", "a test")
+    assert before.isdisjoint(each.graph for each in runner_of(model).captures.graphs.values())
+    monkeypatch.setattr(runner_of(model).captures, "why_not", "a test")
     for one, other in zip(found, step(model, ROWS[0], inputs_of=inputs_of), strict=True):
         assert relative_rms(one, other) < GRADIENT_TOL
 
@@ -354,13 +354,13 @@ def test_a_model_that_changed_is_no_longer_replayed(model, change, inputs_of, mo
 def test_a_row_that_is_captured_notices_a_model_that_changed(model, monkeypatch):
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed, padded_inputs_of)
-    before = {each.graph for each in runner_of(model).graphs.values()}
+    before = {each.graph for each in runner_of(model).captures.graphs.values()}
     longer = [3 * length for length in ROWS[0]]
     model.model.layers[0].input_layernorm.eps = 0.5
     found = step(model, longer, inputs_of=padded_inputs_of)
-    (captured,) = runner_of(model).graphs.values()
+    (captured,) = runner_of(model).captures.graphs.values()
     assert captured.graph not in before
-    monkeypatch.setattr(runner_of(model), "_why_not", "a test")
+    monkeypatch.setattr(runner_of(model).captures, "why_not", "a test")
     wanted = step(model, longer, inputs_of=padded_inputs_of)
     for one, other in zip(found, wanted, strict=True):
         assert relative_rms(one, other) < GRADIENT_TOL
@@ -375,7 +375,7 @@ def test_a_padded_row_of_a_model_that_cannot_be_captured_any_more(model, monkeyp
     monkeypatch.setattr(settings, "_why_not_part", lambda name, part: "a hook")
     model.model.layers[0].input_layernorm.eps = 0.5
     step(model, ROWS[0], inputs_of=padded_inputs_of)
-    assert (runner_of(model).graphs, runner_of(model).replayed) == ({}, replayed)
+    assert (runner_of(model).captures.graphs, runner_of(model).replayed) == ({}, replayed)
     assert runner_of(model).reasons["a hook"] == 1
 
 
@@ -383,12 +383,12 @@ def test_what_had_no_room_is_tried_again_at_once_with_other_settings(model):
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed, padded_inputs_of)
     longer = [3 * length for length in ROWS[0]]
-    runner_of(model)._bucketing.no_room = sum(longer), "there is no room"
+    runner_of(model).captures.bucketing.no_room = sum(longer), "there is no room"
     step(model, longer, inputs_of=padded_inputs_of)
     assert runner_of(model).reasons["there is no room"] == 1
     model.model.layers[0].input_layernorm.eps = 0.5
     step(model, longer, inputs_of=padded_inputs_of)
-    assert runner_of(model).reasons["there is no room"] == 1 and runner_of(model).graphs
+    assert runner_of(model).reasons["there is no room"] == 1 and runner_of(model).captures.graphs
 
 
 def test_a_caller_s_autocast_for_the_text_model_alone_is_no_change(model):
@@ -437,11 +437,11 @@ def test_a_record_that_nobody_compared_for_is_compared_in_the_run(model, monkeyp
     monkeypatch.setattr("hf_packfree.packing.inputs.offsets_of_one_row", lambda *given: None)
     taken = runner_of(model).ahead.taken
     step(model, ROWS[0])
-    assert runner_of(model).ahead.taken == taken and runner_of(model).graphs
-    before = {each.graph for each in runner_of(model).graphs.values()}
+    assert runner_of(model).ahead.taken == taken and runner_of(model).captures.graphs
+    before = {each.graph for each in runner_of(model).captures.graphs.values()}
     model.model.layers[0].input_layernorm.eps = 0.5
     step(model, ROWS[0])
-    assert before.isdisjoint(each.graph for each in runner_of(model).graphs.values())
+    assert before.isdisjoint(each.graph for each in runner_of(model).captures.graphs.values())
 
 
 @pytest.mark.parametrize("why", ["positions", "labels of padding"])
@@ -451,14 +451,14 @@ def test_graphs_of_other_settings_keep_no_memory(model, why):
     """
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed)
-    assert runner_of(model).graphs
+    assert runner_of(model).captures.graphs
     model.model.layers[0].input_layernorm.eps = 0.5
     ids = torch.randint(1, 100, (2, 20))
     inputs = {"position_ids": torch.arange(20).expand(2, -1)}
     if why != "positions":
         inputs = {"attention_mask": (torch.arange(20) < torch.tensor([[20], [9]])).long()}
     model(input_ids=ids, labels=ids, **inputs).loss.backward()
-    assert not runner_of(model).graphs
+    assert not runner_of(model).captures.graphs
 
 
 def test_graphs_of_a_classifier_of_other_settings_keep_no_memory(monkeypatch):
@@ -469,11 +469,11 @@ def test_graphs_of_a_classifier_of_other_settings_keep_no_memory(monkeypatch):
         inputs = padded_inputs_of(lengths, seed)
         labels = inputs["attention_mask"].masked_fill(inputs["attention_mask"] == 0, -100)
         model(**inputs, labels=labels).loss.backward()
-    assert runner_of(model).graphs
+    assert runner_of(model).captures.graphs
     model.model.layers[0].input_layernorm.eps = 0.5
     inputs = padded_inputs_of(ROWS[0])
     model(**inputs, labels=inputs["attention_mask"]).loss.backward()
-    assert not runner_of(model).graphs
+    assert not runner_of(model).captures.graphs
 
 
 def test_plans_live_as_long_as_a_backward_pass_reads_them(model):
@@ -483,7 +483,9 @@ def test_plans_live_as_long_as_a_backward_pass_reads_them(model):
     for seed, lengths in enumerate(ROWS):
         step(model, lengths, seed)
     loss = model(**inputs_of(ROWS[0]), labels=inputs_of(ROWS[0])["input_ids"]).loss
-    (found,) = (each for each in runner_of(model).graphs.values() if not each.graph.is_free)
+    (found,) = (
+        each for each in runner_of(model).captures.graphs.values() if not each.graph.is_free
+    )
     graph, packed = found.graph, weakref.ref(found.packed)
     del found
     # what the stand-in keeps, and a CUDA graph does not

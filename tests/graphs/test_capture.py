@@ -182,11 +182,11 @@ def test_rows_are_replayed_in_tf32(model, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     for _ in range(3):
         hidden(model).sum().backward()
-    (in_tf32,) = runner_of(model).graphs.values()
+    (in_tf32,) = runner_of(model).captures.graphs.values()
     assert runner_of(model).replayed == 2
     matmul.fp32_precision = "ieee"
     hidden(model).sum().backward()
-    assert in_tf32 not in runner_of(model).graphs.values()
+    assert in_tf32 not in runner_of(model).captures.graphs.values()
 
 
 def test_hooks_of_all_modules_are_not_passed_over(model):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3_5ForCausalLM
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.graphs import layer_graphs
@@ -348,6 +349,17 @@ def other_checkpoint(model):
         )
 
 
+def hooked_norm(model):
+    model.base_model.norm.register_forward_hook(lambda *_: None)
+
+
+def noised(model):
+    """As the Trainer does with `neftune_noise_alpha`."""
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5
+    embedding.register_forward_hook(neftune_post_forward_hook)
+
+
 def offloaded(model):
     layers = model.base_model.layers
     layers[1] = offload_wrapper(layers[1])
@@ -364,6 +376,8 @@ WHY_NOT = {
     "layers.1 has hooks": hooked,
     "layers are recomputed by another function than torch's checkpoint": other_checkpoint,
     "activations are offloaded": offloaded,
+    "norm has hooks, which would see padding": hooked_norm,
+    "embed_tokens has hooks, which would see padding": noised,
     "layers.2 is compiled": compiled,
 }
 
@@ -372,9 +386,25 @@ WHY_NOT = {
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("why", WHY_NOT)
 def test_layers_that_are_called_in_another_way_run_without(why, one_rank):
-    model, other = sharded(prepare=WHY_NOT[why]), apply_patches(plain_model())
-    assert_trains_as(model, other, ROWS[:2])
+    model, other = sharded(prepare=WHY_NOT[why]), plain_model()
+    if WHY_NOT[why] is noised:
+        noised(other)
+    apply_patches(other)
+    for seed, lengths in enumerate(ROWS[:2]):
+        for each in (model, other):
+            torch.manual_seed(seed)
+            step(each, lengths, seed)
+        assert_same_gradients(model, other)
     assert f"2 because {why}" in patch_report(model).cuda_graphs
+
+
+def test_hooks_that_let_embeddings_have_gradients(one_rank):
+    """LoRA with checkpointing needs them; padding is nothing to them."""
+    model, other = plain_model(), apply_patches(plain_model())
+    model.enable_input_require_grads()
+    shard(apply_patches(model, cuda_graphs="auto"))
+    assert_trains_as(model, other)
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
 
 
 @pytest.mark.parametrize("shards", [True, False])
@@ -385,6 +415,92 @@ def test_embeddings_that_a_forward_multiplies(shards, one_rank):
     other.load_state_dict(model.state_dict())
     assert_trains_as(shard(model) if shards else model, other, ROWS)
     assert "multiplies the embeddings of ids" in patch_report(model).cuda_graphs
+
+
+def inputs_without_gradients(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    embeddings = torch.randn(1, sum(lengths), 64, generator=generator)
+    return {"inputs_embeds": embeddings, "position_ids": positions}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("shards", [True, False])
+def test_reentrant_checkpointing_of_inputs_without_gradients(shards, one_rank):
+    """No layer gets any then, as torch warns."""
+    model, other = (apply_patches(plain_model(), cuda_graphs=how) for how in ("auto", "never"))
+    for each in (model, other):
+        checkpoint_layers(each, reentrant=True)
+    model = shard(model) if shards else model
+    for seed, lengths in enumerate(ROWS):
+        for each in (model, other):
+            each(**inputs_without_gradients(lengths, seed)).logits.exp().mean().backward()
+        assert_same_gradients(model, other)
+    assert len(whole_gradients(model)) == 2
+    assert "use_reentrant=True from inputs without gradients" in patch_report(model).cuda_graphs
+
+
+class Pass(torch.nn.Module):
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states
+
+
+def test_a_layer_without_weights(one_rank):
+    models = apply_patches(plain_model(), cuda_graphs="auto"), apply_patches(plain_model())
+    for model in models:
+        model.base_model.layers[2] = Pass()
+    assert_trains_as(shard(models[0]), models[1])
+    assert runner_of(models[0]).replayed == 2 * len(ROWS) - 2
+
+
+def give_a_bias(layer):
+    layer.mlp.up_proj.bias = torch.nn.Parameter(torch.ones(layer.mlp.up_proj.out_features))
+
+
+def take_the_bias(layer):
+    layer.mlp.up_proj.bias = None
+
+
+@pytest.mark.parametrize("change", [give_a_bias, take_the_bias])
+def test_parameters_that_come_and_go(one_rank, change):
+    """Of weights that FSDP2 leaves alone: what is around them is gathered at once."""
+    models = plain_model(), plain_model()
+    for model in models:
+        for layer in model.base_model.layers:
+            give_a_bias(layer)
+        if change is give_a_bias:
+            take_the_bias(model.base_model.layers[1])
+        layers = {*model.base_model.layers.parameters()}
+        for weight in layers:
+            weight.requires_grad_(False)
+    other, model = apply_patches(models[0]), apply_patches(models[1], cuda_graphs="auto")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), ignored_params=layers)
+    assert_trains_as(model, other, ROWS)
+    graphs, replayed = {*runner_of(model).captures.graphs.values()}, runner_of(model).replayed
+    for each in (model, other):
+        change(each.base_model.layers[1])
+        each.base_model.layers[1].requires_grad_(False)
+    assert_trains_as(model, other)
+    assert runner_of(model).replayed > replayed
+    assert not graphs & {*runner_of(model).captures.graphs.values()}
+
+
+def test_rows_without_a_graph_are_all_counted(one_rank, monkeypatch):
+    model, rows = sharded(), 0
+    for number in range(8):
+        model.base_model.layers[1].requires_grad_(number % 2 == 0)
+        for seed in range(3):
+            step(model, ROWS[0], seed)
+        rows += 3
+    # a change that nobody compares turns up in the row
+    monkeypatch.setattr(Settings, "hold", lambda self: True)
+    first, second, *rest = model.base_model.layers
+    model.base_model.layers = torch.nn.ModuleList([second, first, *rest])
+    step(model, ROWS[0])
+    runner = runner_of(model)
+    assert runner.replayed + sum(runner.reasons.values()) == rows + 1
+    assert "had to be seen first" in patch_report(model).cuda_graphs
+    assert "1 because a layer was called with other" in patch_report(model).cuda_graphs
 
 
 def test_ids_that_layers_are_given_something_of(one_rank):

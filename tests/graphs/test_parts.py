@@ -134,7 +134,7 @@ def hidden(model, lengths=(30, 20, 7), seed=0):
 
 
 def parts_in(model):
-    (captured,) = runner_of(model).graphs.values()
+    (captured,) = runner_of(model).captures.graphs.values()
     return captured.graph.parts
 
 
@@ -284,7 +284,7 @@ def test_ddp_reduces_gradients_while_others_are_computed(model, monkeypatch):
     assert "reduced" in events[: events.index(last)]
     assert all(torch.equal(found[1][name], grad) for name, grad in found[2].items())
     monkeypatch.setattr(parts, "PARTS", 1)
-    runner_of(model).graphs.clear()
+    runner_of(model).captures.graphs.clear()
     for _ in range(2):
         events.clear()
         hidden(wrapped).square().sum().backward()

@@ -18,7 +18,15 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import PackedSequence, apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
-from hf_packfree.graphs import bucket, bucketing, captured_sequence, runner, settings, whole
+from hf_packfree.graphs import (
+    bucket,
+    bucketing,
+    captured_sequence,
+    captures,
+    runner,
+    settings,
+    whole,
+)
 from hf_packfree.graphs.parts import nodes_of
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.models import captured_layers
@@ -82,7 +90,7 @@ def test_a_capture_meets_no_node_that_somebody_keeps(model):
     for seed in range(3):
         kept.append(hidden(model, ROWS[0], seed).sum())
         kept[-1].backward()
-    graph = next(iter(runner_of(model).graphs.values())).graph
+    graph = next(iter(runner_of(model).captures.graphs.values())).graph
     held = {torch.autograd.graph.get_gradient_edge(one).node for one in parameters}
     assert held & nodes_of(kept[0]), "the control: the loss keeps them"
     assert graph.nodes and not held & graph.nodes
@@ -140,7 +148,7 @@ def test_rows_of_one_bucket_are_what_their_documents_are_alone(model):
 def test_rows_of_one_length_have_a_graph_with_hardly_any_padding(model, rows, captured):
     for seed, lengths in enumerate(rows):
         hidden(model, lengths, seed).sum().backward()
-    assert [key[0].tokens for key in runner_of(model).graphs] == captured
+    assert [key[0].tokens for key in runner_of(model).captures.graphs] == captured
     assert runner_of(model).replayed == len(rows) - 1
 
 
@@ -227,7 +235,7 @@ def test_gradients_lie_in_the_graph_s_memory_and_outlive_the_next_row(model):
     parameters = [*model.base_model.layers.parameters()]
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
-    captured = next(iter(runner_of(model).graphs.values())).graph
+    captured = next(iter(runner_of(model).captures.graphs.values())).graph
     places = {written.data_ptr() for written in captured.written if written is not None}
     model.zero_grad()
     hidden(model, ROWS[0]).sum().backward()
@@ -439,7 +447,7 @@ def test_models_in_turns_have_graphs_of_their_own(model):
     assert runner_of(model) is not runner_of(other)
     remove_patches(model)
     apply_patches(model, cuda_graphs="auto")
-    assert runner_of(model).replayed == 0 and not runner_of(model).graphs
+    assert runner_of(model).replayed == 0 and not runner_of(model).captures.graphs
 
 
 def test_an_optimizer_s_step_changes_no_setting(model):
@@ -455,16 +463,21 @@ def test_a_longer_row_is_captured_at_once_and_shorter_ones_again(model):
     short, long, between = (20, 9), (90, 30), (50, 20)
     for lengths in (short, short):
         hidden(model, lengths).sum().backward()
-    graphs, pool = runner_of(model), runner_of(model)._pool
-    assert [key[0].tokens for key in graphs.graphs] == [32] and graphs.replayed == 1
+    graphs, pool = runner_of(model), runner_of(model).captures.pool
+    assert [key[0].tokens for key in graphs.captures.graphs] == [32] and graphs.replayed == 1
     hidden(model, long).sum().backward()
-    assert [key[0].tokens for key in graphs.graphs] == [128] and graphs._pool is not pool
-    pool = graphs._pool
+    assert [key[0].tokens for key in graphs.captures.graphs] == [
+        128
+    ] and graphs.captures.pool is not pool
+    pool = graphs.captures.pool
     # in the longer one's graph, until the padding there took as long as a capture
     for _ in range(3):
         hidden(model, short).sum().backward()
     hidden(model, between).sum().backward()
-    assert [key[0].tokens for key in graphs.graphs] == [32, 128] and graphs._pool is pool
+    assert [key[0].tokens for key in graphs.captures.graphs] == [
+        32,
+        128,
+    ] and graphs.captures.pool is pool
     assert (graphs.replayed, graphs.in_longer) == (6, 3)
     assert (
         "6 rows were replayed, 3 in graphs of longer rows (of up" in patch_report(model).cuda_graphs
@@ -500,53 +513,60 @@ def test_a_row_that_no_graph_takes_is_captured_at_once(model):
     """Of more documents, or of longer ones, than the graphs have room for."""
     for _ in range(2):
         hidden(model, (30, 30, 30, 30)).sum().backward()
-    pool = runner_of(model)._pool
+    pool = runner_of(model).captures.pool
     for lengths in ((2,) * 20, (33, 20)):
         hidden(model, lengths).sum().backward()
     graphs = runner_of(model)
-    assert [key[0].tokens for key in graphs.graphs] == [128, 48, 64] and graphs._pool is pool
+    assert [key[0].tokens for key in graphs.captures.graphs] == [
+        128,
+        48,
+        64,
+    ] and graphs.captures.pool is pool
     assert (graphs.replayed, graphs.in_longer) == (3, 0)
 
 
 def test_the_longest_row_s_memory_stays_when_its_graph_goes(model, monkeypatch):
     """It serves that row once more, and the graphs of shorter ones stay."""
     monkeypatch.setattr(bucketing, "CAPTURE", 0)
-    for module in (runner, bucketing):
+    for module in (captures, bucketing):
         monkeypatch.setattr(module, "MOST", 2)
     # every replay pays for a capture
     monkeypatch.setattr(bucketing, "CHANGES", 1)
     for lengths in ((90, 30), (20, 9), (50, 20)):
         for _ in range(2):
             hidden(model, lengths).sum().backward()
-    graphs, pool = runner_of(model), runner_of(model)._pool
-    assert [key[0].tokens for key in graphs.graphs] == [32, 80]
+    graphs, pool = runner_of(model), runner_of(model).captures.pool
+    assert [key[0].tokens for key in graphs.captures.graphs] == [32, 80]
     hidden(model, (90, 30)).sum().backward()
-    assert [key[0].tokens for key in graphs.graphs] == [80, 128] and graphs._pool is pool
+    assert [key[0].tokens for key in graphs.captures.graphs] == [
+        80,
+        128,
+    ] and graphs.captures.pool is pool
 
 
 def test_captures_are_paid_for_by_replays(model, monkeypatch):
     """Rows of more sizes than there are graphs: each would take the place of one that is wanted
     next.
     """
-    for module in (runner, bucketing):
+    for module in (captures, bucketing):
         monkeypatch.setattr(module, "MOST", 2)
     monkeypatch.setattr(bucketing, "CHANGES", 4)
     monkeypatch.setattr(bucketing, "CAPTURE", 0)
-    captures = []
-    monkeypatch.setattr(whole, "Graph", lambda *args: captures.append(args) or on_cpu.Again(*args))
+    counts = []
+    monkeypatch.setattr(whole, "Graph", lambda *args: counts.append(args) or on_cpu.Again(*args))
     sizes = (90, 30), (20, 9), (50, 20)
     for _ in range(8):
         for lengths in sizes:
             hidden(model, lengths).sum().backward()
     graphs = runner_of(model)
-    assert len(captures) <= 2 + graphs.replayed // 4 and graphs.replayed >= 10
+    assert len(counts) <= 2 + graphs.replayed // 4 and graphs.replayed >= 10
     assert "of more sizes than graphs pay for" in patch_report(model).cuda_graphs
     # other weights need other graphs
     model.base_model.layers[0].requires_grad_(False)
-    before = len(captures)
+    before = len(counts)
     for _ in range(2):
         hidden(model, sizes[0]).sum().backward()
-    assert len(captures) == before + 1
+    assert len(counts) == before + 1
 
 
 def test_what_cannot_be_captured_is_named(model):
@@ -791,7 +811,7 @@ def test_a_row_that_ran_elsewhere_leaves_no_look_behind(model):
     model.base_model.layers[0].requires_grad_(False)
     model.zero_grad()
     model.base_model(input_ids=ids, packed_sequence=packed).last_hidden_state.sum().backward()
-    assert runner_of(model).replayed <= replayed + 1 and len(runner_of(model).graphs) <= 1
+    assert runner_of(model).replayed <= replayed + 1 and len(runner_of(model).captures.graphs) <= 1
     assert all(x.grad is None for x in model.base_model.layers[0].parameters())
 
 
@@ -799,7 +819,7 @@ def test_graphs_of_before_a_failed_capture_are_captured_again(model, monkeypatch
     """They hold the state of random numbers that the failed capture left unusable."""
     for seed in range(3):
         hidden(model, (300, 100), seed).sum().backward()
-    (before,) = runner_of(model).graphs.values()
+    (before,) = runner_of(model).captures.graphs.values()
 
     class Failing(on_cpu.Again):
         def _capture(self, *args):
@@ -809,24 +829,24 @@ def test_graphs_of_before_a_failed_capture_are_captured_again(model, monkeypatch
         patch.setattr(whole, "Graph", Failing)
         for seed in range(2):
             hidden(model, ROWS[0], seed).sum().backward()
-    assert not runner_of(model).graphs
+    assert not runner_of(model).captures.graphs
     replayed = runner_of(model).replayed
     hidden(model, (300, 100)).sum().backward()
-    (after,) = runner_of(model).graphs.values()
+    (after,) = runner_of(model).captures.graphs.values()
     assert after.graph is not before.graph and runner_of(model).replayed == replayed + 1
 
 
 def test_a_graph_that_leaves_too_little_memory_is_dropped(model, monkeypatch, caplog):
     wanted = [hidden(model, ROWS[0]).detach()]
-    monkeypatch.setattr(runner, "free_memory", lambda device: 0.12)
+    monkeypatch.setattr(captures, "free_memory", lambda device: 0.12)
     for _ in range(4):
         wanted.append(hidden(model, ROWS[0]))
         wanted[-1].sum().backward()
     assert all(torch.equal(wanted[0], found) for found in wanted[1:])
     assert (
-        not runner_of(model).graphs
+        not runner_of(model).captures.graphs
         and runner_of(model).replayed == 0
-        and runner_of(model)._pool is None
+        and runner_of(model).captures.pool is None
     )
     assert "4 because with it, less than 12.5% of the GPU's" in patch_report(model).cuda_graphs
     # nor is one tried that needs more
@@ -842,7 +862,7 @@ def test_a_plan_that_is_no_table_is_given_up(model, monkeypatch):
     monkeypatch.setattr(captured_sequence.CapturedSequence, "become", refuses)
     for _ in range(4):
         hidden(model, ROWS[0]).sum().backward()
-    assert not runner_of(model).graphs and runner_of(model).replayed == 0
+    assert not runner_of(model).captures.graphs and runner_of(model).replayed == 0
     assert "3 because its kernels' plan is not a table" in patch_report(model).cuda_graphs
 
 

@@ -106,7 +106,9 @@ def test_trees_of_one_bucket_are_what_their_samples_are_alone(model):
         found = both(model, stock, tree)
         assert found[0] <= LOGIT_TOL and found[1] <= GRADIENT_TOL, found
     graphs = runner_of(model)
-    assert graphs.replayed == 7 and len(graphs.graphs) == 1, patch_report(model).cuda_graphs
+    assert graphs.replayed == 7 and len(graphs.captures.graphs) == 1, patch_report(
+        model
+    ).cuda_graphs
 
 
 @pytest.mark.parametrize("part", ["record", "plans"])
@@ -152,7 +154,7 @@ def test_the_bits_of_the_same_bucket_without_a_graph(model):
     trunk, embed = model.base_model, model.get_input_embeddings()
     for _ in range(2):
         both(model, tiny(), GROUPS[0])
-    (bucket, _), *_ = runner_of(trunk).graphs
+    (bucket, _), *_ = runner_of(trunk).captures.graphs
     for tree in GROUPS:
         ids, record = batch_of(tree).inputs.values()
         weight, found = torch.randn(1, record.num_tokens, 64), []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_packfree import patch_report
-from hf_packfree.graphs import runner as graph_runner
+from hf_packfree.graphs import captures
 from hf_packfree.ops import rounded_weights
 from hf_packfree.ops.fused import computed_weights
 from hf_packfree.ops.fused.computed_weights import Weights, rounded
@@ -221,7 +221,7 @@ def graphed(monkeypatch):
     replay = on_cpu.Again._run_forward
 
     def with_copies(graph):
-        with runner_of(model).rounded.in_use():
+        with runner_of(model).captures.rounded.in_use():
             replay(graph)
 
     monkeypatch.setattr(on_cpu.Again, "_run_forward", with_copies)
@@ -247,7 +247,7 @@ def step(model, cuda_graphs="auto"):
 def test_replays_read_the_weights_of_their_step(graphed, name):
     before = [step(graphed) for _ in range(3)][-1]["out"]
     runner, weight = runner_of(graphed), graphed.model.layers[0].mlp.down_proj.base_layer.weight
-    assert len(runner.rounded) > 5, patch_report(graphed).cuda_graphs
+    assert len(runner.captures.rounded) > 5, patch_report(graphed).cuda_graphs
     assert (
         "fp32 weights were rounded before each, in copies of" in patch_report(graphed).cuda_graphs
     )
@@ -274,11 +274,16 @@ def test_a_graph_without_copies_is_better_than_none(graphed, monkeypatch):
     """Where too little memory would be free with a graph, the copies are what goes first."""
     runner = runner_of(graphed)
     monkeypatch.setattr(
-        graph_runner, "free_memory", lambda device: 0.0 if len(runner.rounded) else 1
+        captures, "free_memory", lambda device: 0.0 if len(runner.captures.rounded) else 1
     )
-    monkeypatch.setattr(RoundedWeights, "allocate", allocate_at_once)
+    memory = allocating_at_once(monkeypatch)
     steps = [step(graphed) for _ in range(4)]
-    assert runner.replayed == 2 and len(runner.graphs) == 1 and not len(runner.rounded)
+    assert memory and not any(each() is not None for each in memory)
+    assert (
+        runner.replayed == 2
+        and len(runner.captures.graphs) == 1
+        and not len(runner.captures.rounded)
+    )
     assert [why[:24] for why in runner.reasons] == [
         "a row of about this leng",
         "with it, less than 12.5%",
@@ -288,22 +293,31 @@ def test_a_graph_without_copies_is_better_than_none(graphed, monkeypatch):
     assert all(torch.equal(one[key], wanted[key]) for one in steps for key in wanted)
 
 
-def allocate_at_once(self, spare, allocate=RoundedWeights.allocate):
-    """The second run of a warm-up finds what the first looked for; the stand-in has one run."""
-    for weight in self._weights.values():
-        self.of(weight, BF16)
-    allocate(self, spare)
+def allocating_at_once(monkeypatch):
+    """The second run of a warm-up finds what the first looked for; the stand-in has one run. Return
+    references to the memory of all copies that are made.
+    """
+    memory, allocate = [], RoundedWeights.allocate
+
+    def allocate_at_once(self, spare):
+        copies = [self.of(weight, BF16) for weight in self._weights.values()]
+        allocate(self, spare)
+        memory.extend(weakref.ref(each.memory) for each in copies)
+
+    monkeypatch.setattr(RoundedWeights, "allocate", allocate_at_once)
+    return memory
 
 
 @needs("peft")
 def test_a_capture_that_fails_leaves_no_copies(graphed, monkeypatch):
-    monkeypatch.setattr(RoundedWeights, "allocate", allocate_at_once)
+    memory = allocating_at_once(monkeypatch)
     monkeypatch.setattr(
         on_cpu.capture, "refuse_other_leaves", lambda *_: (_ for _ in ()).throw(RuntimeError("no"))
     )
     for _ in range(3):
         step(graphed)
     runner = runner_of(graphed)
-    assert not runner.graphs and runner.rounded.nbytes == 0
+    assert not runner.captures.graphs and runner.captures.rounded.nbytes == 0
+    assert memory and not any(each() is not None for each in memory)
     assert "the capture failed: no" in patch_report(graphed).cuda_graphs
     assert "copies" not in patch_report(graphed).cuda_graphs
