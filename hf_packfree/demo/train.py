@@ -134,7 +134,7 @@ def train(
         trainer.model.zero_grad()
         trainer.training_step(trainer.model, batch)
 
-    # with the second row of about a length its graph is captured, whose memory is counted below
+    # with the second row a graph is captured, whose memory is counted below
     for _ in range(2):
         step()
     trainer.model.zero_grad()

@@ -31,7 +31,7 @@ class Launched:
         embeddings: those of the row, [1, T, D].
         pool: beside which stream it runs.
         given: where the row's inputs were in memory, and their versions.
-        starts: bool [T] on the host: where documents start for the graph. Read only when the host
+        on_host: bool [T] on the host: where documents start for the graph. Read only when the host
             has waited for them.
     """
 
@@ -41,15 +41,15 @@ class Launched:
     inputs: Inputs
     pool: Pool
     given: Any
-    starts: Tensor
+    on_host: Tensor
 
     def fits(self, given: Inputs, packed: PackedSequence) -> bool:
         """Whether the replay is for these inputs and documents."""
         offsets = packed.cu_seqlens_cpu[:-1].long()
         return (
-            self.given == places_of(given)
-            and len(self.starts) == packed.num_tokens
-            and torch.equal(self.starts.nonzero()[:, 0], offsets)
+            self.given == identity_of(given)
+            and len(self.on_host) == packed.num_tokens
+            and torch.equal(self.on_host.nonzero()[:, 0], offsets)
             and self.key[0].holds(packed)
         )
 
@@ -82,7 +82,7 @@ class Ahead:
         are, or None.
         """
         found = self._embedded
-        return found.embeddings if found and found.given == places_of(given) else None
+        return found.embeddings if found and found.given == identity_of(given) else None
 
     def launch(self, launched: Launched) -> None:
         """Launch a replay."""
@@ -115,7 +115,7 @@ class Ahead:
             self._launched = None
 
 
-def places_of(given: Inputs) -> Any:
+def identity_of(given: Inputs) -> Any:
     """Return where inputs are in memory, and their versions; inference tensors have none."""
     versions = (None if x.is_inference() else x._version for x in given)
     return [(x.data_ptr(), x.shape, x.dtype, n) for x, n in zip(given, versions, strict=True)]

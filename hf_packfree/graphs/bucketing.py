@@ -18,12 +18,11 @@ LENGTHS = 2
 """Rows of so many lengths have graphs with hardly any padding; of rows of more lengths, each such
 graph would be one more capture, for rows that its bucket's graph runs too.
 """
-CHANGES = 16
-"""How often settings may change; and once more for every this many replays."""
 MOST = 24
 """The most graphs of one model; the least recently used is dropped. Also how many captures are
-made; and one more for every CHANGES replays, since a capture takes as long as some steps.
+made; and one more for every REPLAYS replays, since a capture takes as long as some steps.
 """
+REPLAYS = 16
 
 
 @dataclass(eq=False, repr=False)
@@ -55,7 +54,7 @@ class Bucketing:
         kind: Any,
         graphs: Collection[Any],
         replayed: int,
-        wait: bool = False,
+        wait: bool,
     ) -> Any:
         """Return the key of the graph that a row is for, which is to be captured if it is not
         among `graphs`; or, as text, why the row runs without.
@@ -129,7 +128,7 @@ class Bucketing:
         if not due:
             return "a row of about this length was not seen before"
         # without any graph, no replay would pay for the next capture
-        if others and self.captures >= MOST + replayed // CHANGES:
+        if others and self.captures >= MOST + replayed // REPLAYS:
             return "rows are of more sizes than graphs pay for"
         return None
 

@@ -105,7 +105,7 @@ class ByLayer:
         calls = self._calls[_length_of(wanted.key)]
         has_gradients = all(call.hidden.requires_grad for call in calls.calls)
         with checkpointing.in_capture(self._layers, has_gradients):
-            return LayerGraphs(calls, wanted.packed, wanted.pool, self._memory, kept=self.settings)
+            return LayerGraphs(calls, wanted.packed, wanted.pool, self._memory, self.settings)
 
 
 def _length_of(key: Any) -> Any:

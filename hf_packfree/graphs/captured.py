@@ -23,7 +23,7 @@ class Captured:
 
     graph: Graph | LayerGraphs
     packed: CapturedSequence
-    plans: Plans | None = None
+    plans: Plans | None
 
     def write_for(self, packed: PackedSequence, bucket: Bucket) -> None:
         """Write the plans of a row of the bucket.

@@ -53,6 +53,11 @@ class Captures:
         """The copies of fp32 weights that the graphs read under autocast."""
         return RoundedWeights() if self.way is None else self.way.rounded
 
+    @property
+    def embed_within(self) -> bool:
+        """Whether a row's ids are embedded within its graph, and so only once."""
+        return isinstance(self.way, ByLayer)
+
     def start_anew(self, way: Whole | ByLayer) -> None:
         """Drop all graphs: settings changed."""
         self.drop()

@@ -219,7 +219,7 @@ class LayerGraphs:
         packed: CapturedSequence,
         pool: Pool,
         memory: Memory,
-        kept: Any = None,
+        kept: Any,
     ) -> None:
         if calls.why_not is not None:
             raise NotCapturable(calls.why_not)

@@ -60,7 +60,7 @@ class Graphs:
         said = f"{sum(runner.replayed for runner in runners)} rows were replayed"
         ahead = sum(runner.ahead.taken for runner in runners)
         said += f", {ahead} of them launched before their boundaries were read" if ahead else ""
-        longer = sum(runner.in_longer for runner in runners)
+        longer = sum(runner.replayed_in_longer for runner in runners)
         said += f", {longer} in graphs of longer rows" if longer else ""
         said += f" (of up to {', '.join(map(str, lengths))} tokens)" if lengths else ""
         said += _of_copies([runner.captures.rounded for runner in runners])

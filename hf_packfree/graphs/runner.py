@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.graphs.ahead import Ahead, Inputs, Launched, places_of, widest
+from hf_packfree.graphs.ahead import Ahead, Inputs, Launched, identity_of, widest
 from hf_packfree.graphs.bucket import cut, in_bucket_on, kind_of, lengthened_inputs
-from hf_packfree.graphs.bucketing import CHANGES, in_longer
+from hf_packfree.graphs.bucketing import in_longer
 from hf_packfree.graphs.by_layer import ByLayer, are_sharded
 from hf_packfree.graphs.captured import Captured
 from hf_packfree.graphs.captured_sequence import OtherPlan
@@ -24,6 +24,8 @@ from hf_packfree.graphs.settings import Settings, switches_of, why_not_row
 from hf_packfree.graphs.whole import Layers, Whole
 from hf_packfree.packing import PackedSequence
 
+CHANGES = 16
+"""How often settings may change; and once more for every this many replays."""
 _CHANGING = "the model's settings change with its steps"
 _NOTED = "what its layers are called with had to be seen first"
 _STALE = "a layer was called with other weights or arguments than were captured"
@@ -40,7 +42,7 @@ class Runner:
         captures: the graphs.
         reasons: {why rows ran without a graph: how many}.
         replayed: how many rows ran in a graph.
-        in_longer: how many of them in one for longer rows, since they had none of their own.
+        replayed_in_longer: how many of them in a graph for longer rows, for lack of their own.
         ahead: rows that were replayed before the host had read their documents.
         output: the class of upstream's output.
         given: the dtype of the last row's ids, or of its embeddings.
@@ -50,7 +52,7 @@ class Runner:
     captures: Captures = field(default_factory=Captures)
     reasons: Counter[str] = field(default_factory=Counter)
     replayed: int = 0
-    in_longer: int = 0
+    replayed_in_longer: int = 0
     ahead: Ahead = field(default_factory=Ahead)
     output: Any = None
     given: torch.dtype | None = None
@@ -114,7 +116,7 @@ class Runner:
             embed, given, positions: as for `run`.
             starts, on_host: see `hf_packfree.packing.fast_path.Meanwhile`.
         """
-        if not self._compared and not isinstance(self.captures.way, ByLayer):
+        if not self._compared and not self.captures.embed_within:
             self._launch_ahead(embed, given, positions, starts, on_host)
             self._compare()
 
@@ -138,9 +140,9 @@ class Runner:
         captured.plans.write(starts)
         self.captures.rounded.refresh()
         inputs = lengthened_inputs(embeddings, positions, key[0])
-        places = places_of((given, positions))
+        identity = identity_of((given, positions))
         self.ahead.launch(
-            Launched(key, captured.graph, embeddings, inputs, self.captures.pool, places, on_host)
+            Launched(key, captured.graph, embeddings, inputs, self.captures.pool, identity, on_host)
         )
 
     def run(
@@ -150,8 +152,8 @@ class Runner:
         given: Tensor,
         positions: Tensor,
         packed: PackedSequence,
-        why_not: str | None = None,
-        wait: bool = False,
+        why_not: str | None,
+        wait: bool,
     ) -> Tensor | None:
         """Return the layers' hidden states of the row [1, T, D] by a graph, or None if the row has
         to run without, because of the caller's `why_not` or another reason, which is counted; with
@@ -200,10 +202,10 @@ class Runner:
         """Return the row's hidden states, or why it cannot be replayed; None if settings turn out
         to have changed, and all graphs are dropped.
         """
-        # layer by layer, ranks gather weights in the row: it embeds, and runs, only once
-        if isinstance(self.captures.way, ByLayer) and self._compare():
+        # before the row gathers weights, which it may do only once
+        if self.captures.embed_within and self._compare():
             return None
-        row = given if isinstance(self.captures.way, ByLayer) else embed(given)
+        row = given if self.captures.embed_within else embed(given)
         kind = kind_of(row, positions)
         # what was given up is tried again with other settings
         if in_longer(packed, kind, self.captures.graphs) is None and self._compare():
@@ -221,7 +223,7 @@ class Runner:
             return key
         found = self._run(key, layers, lengthened_inputs(row, positions, key[0]), packed)
         longer = not key[0].holds_tokens(packed.num_tokens)
-        self.in_longer += longer and isinstance(found, Tensor)
+        self.replayed_in_longer += longer and isinstance(found, Tensor)
         return found
 
     def _capture(

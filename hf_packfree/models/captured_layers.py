@@ -90,8 +90,8 @@ def in_graph(
 
 def ahead(call: Call) -> Meanwhile | None:
     """Return what replays the row of a training step's call before the host has read its documents,
-    see `Runner.run_ahead`; None where no row was replayed yet, where rows have to run without a
-    graph for what the call wants, or where the text model's inputs may be others than the call's.
+    see `Runner.run_ahead`; None where there is no graph, where rows have to run without one for
+    what the call wants, or where the text model's inputs may be others than the call's.
     """
     runner, module = state_of(call.module).graphs.of_one(), call.module
     trunk = None if runner is None else runner.trunk()

@@ -153,9 +153,11 @@ class DeferredLayer:
         gone = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
         if gone:
             layer.unshard()
-        yield
-        if gone:
-            layer.reshard()
+        try:
+            yield
+        finally:
+            if gone:
+                layer.reshard()
 
 
 class _InPlaceOfProduct(TorchFunctionMode):

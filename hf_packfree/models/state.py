@@ -61,7 +61,7 @@ class PatchState(RunOptions):
             float32.
         elsewhere: the backends on every other device, and in float64.
         mixers: {kind of decoder layer: the attributes that hold its token mixers}, see `Family`;
-            `check_mixers` reads them before packed rows.
+            they are checked before packed rows.
         why: {operation, or "operation in float32": why a faster backend is not used on CUDA, as a
             sentence}.
         observers: called before every training forward of the text model.

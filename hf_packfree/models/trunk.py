@@ -53,7 +53,7 @@ class PackedTrunk(Replacement):
         )
         call = enter(call)
         packed = call.packed
-        check_sharded(self, packed)
+        _check_sharded(self, packed)
         call = call.having(position_ids=positions_for(self, call.position_ids))
         del call.arguments["packed_sequence"]
         if self.training:
@@ -120,7 +120,7 @@ def _check_packed_call(call: Call, packed: PackedSequence) -> None:
             f"one document only; pass {CACHE}=None"
         )
     check_attention(trunk.config)
-    check_mixers(trunk)
+    _check_mixers(trunk)
     check_tree_layers(trunk, packed)
     if call.get("is_causal", getattr(trunk.config, "is_causal", True)) is False:
         raise UnsupportedInput(
@@ -137,7 +137,7 @@ def _check_packed_call(call: Call, packed: PackedSequence) -> None:
         )
 
 
-def check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
+def _check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
     """Under context parallelism, refuse a call of the text model whose record is not a shard's.
 
     Raises:
@@ -157,7 +157,7 @@ def check_sharded(trunk: Any, packed: PackedSequence | None) -> None:
     )
 
 
-def check_mixers(trunk: Any) -> None:
+def _check_mixers(trunk: Any) -> None:
     """Refuse a text model with a token mixer whose class is no longer ours, or with a forward on
     the instance, which bypasses the class.
 

@@ -77,9 +77,9 @@ def apply_patches(
             and a training step's logits are padded to the caller's shape only when something reads
             them; "upstream", bit for bit as unpatched.
         cuda_graphs: "auto": training steps of few tokens (up to 8,192) replay CUDA graphs of the
-            layers, so that they do not wait for the host. A graph is captured when a row of about
-            the same length comes for the second time, and its memory stays allocated. What cannot
-            be captured (other kernels than ours and FlashQLA, hooks, offloaded activations, FSDP1),
+            layers, so that they do not wait for the host. From the second row on, a row that no
+            graph has room for is captured, and the graph's memory stays allocated. What cannot be
+            captured (other kernels than ours and FlashQLA, hooks, offloaded activations, FSDP1),
             or would leave less than 1/8 of the GPU's memory free, runs without, and `patch_report`
             says why. "never": no graphs.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and

@@ -448,7 +448,7 @@ def test_rows_in_a_longer_row_s_graph(record, lora, monkeypatch):
         with torch.no_grad():
             alone = [hidden(model, ids) for ids in tokens.split(lengths, 1)]
         record(f"{lengths[:3]}, alone", relative_rms(found, torch.cat(alone, 1)), NOISE)
-    assert runner_of(model).in_longer == len(rows), patch_report(model).cuda_graphs
+    assert runner_of(model).replayed_in_longer == len(rows), patch_report(model).cuda_graphs
 
 
 @pytest.mark.usefixtures("own_graphs")

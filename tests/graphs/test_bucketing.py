@@ -114,13 +114,13 @@ def test_a_graph_is_captured_once_padding_took_as_long():
     for number in range(1, 20):
         counting.take(40, 33)
         assert counting.captured == (1 if 0.6 * number < bucketing.CAPTURE else 2)
-        assert counting.in_longer == min(number, 13)
+        assert counting.replayed_in_longer == min(number, 13)
     # one that is needed again is paid for again
     counting.captures.graphs = {
         key: None for key in counting.captures.graphs if key[0].tokens == 128
     }
     counting.take(40, 33)
-    assert (counting.captured, counting.in_longer) == (2, 14)
+    assert (counting.captured, counting.replayed_in_longer) == (2, 14)
 
 
 def test_rows_that_no_graph_takes_are_captured_at_once_with_room_for_longer_ones():
@@ -144,7 +144,7 @@ def test_nothing_is_captured_before_the_optimizer_s_first_step():
     counting.take(2000, wait=True)
     counting.take(500, wait=True)
     # a longer one would have to be captured
-    assert counting.captured == 1 and (counting.replayed, counting.in_longer) == (2, 1)
+    assert counting.captured == 1 and (counting.replayed, counting.replayed_in_longer) == (2, 1)
 
 
 def test_a_row_whose_capture_fails_runs_in_a_longer_graph():
@@ -153,7 +153,11 @@ def test_a_row_whose_capture_fails_runs_in_a_longer_graph():
         refusing.take(60, 60)
     for _ in range(40):
         refusing.take(40, 33)
-    assert (refusing.captures.bucketing.captures, refusing.replayed, refusing.in_longer) == (
+    assert (
+        refusing.captures.bucketing.captures,
+        refusing.replayed,
+        refusing.replayed_in_longer,
+    ) == (
         2,
         41,
         40,

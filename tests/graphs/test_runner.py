@@ -478,7 +478,7 @@ def test_a_longer_row_is_captured_at_once_and_shorter_ones_again(model):
         32,
         128,
     ] and graphs.captures.pool is pool
-    assert (graphs.replayed, graphs.in_longer) == (6, 3)
+    assert (graphs.replayed, graphs.replayed_in_longer) == (6, 3)
     assert (
         "6 rows were replayed, 3 in graphs of longer rows (of up" in patch_report(model).cuda_graphs
     )
@@ -505,7 +505,10 @@ def test_rows_in_a_longer_row_s_graph(model, long, lengths, monkeypatch):
             found.append((state, *(x.grad for x in each.base_model.parameters())))
         errors = [relative_rms(one, its) for one, its in zip(*found, strict=True)]
         assert errors[0] < LOGIT_TOL and max(errors) < GRADIENT_TOL
-        assert runner_of(model).in_longer == 1 + seed and runner_of(model).replayed == 2 + seed
+        assert (
+            runner_of(model).replayed_in_longer == 1 + seed
+            and runner_of(model).replayed == 2 + seed
+        )
     assert runner_of(plain).replayed == 0
 
 
@@ -522,7 +525,7 @@ def test_a_row_that_no_graph_takes_is_captured_at_once(model):
         48,
         64,
     ] and graphs.captures.pool is pool
-    assert (graphs.replayed, graphs.in_longer) == (3, 0)
+    assert (graphs.replayed, graphs.replayed_in_longer) == (3, 0)
 
 
 def test_the_longest_row_s_memory_stays_when_its_graph_goes(model, monkeypatch):
@@ -531,7 +534,7 @@ def test_the_longest_row_s_memory_stays_when_its_graph_goes(model, monkeypatch):
     for module in (captures, bucketing):
         monkeypatch.setattr(module, "MOST", 2)
     # every replay pays for a capture
-    monkeypatch.setattr(bucketing, "CHANGES", 1)
+    monkeypatch.setattr(bucketing, "REPLAYS", 1)
     for lengths in ((90, 30), (20, 9), (50, 20)):
         for _ in range(2):
             hidden(model, lengths).sum().backward()
@@ -550,7 +553,7 @@ def test_captures_are_paid_for_by_replays(model, monkeypatch):
     """
     for module in (captures, bucketing):
         monkeypatch.setattr(module, "MOST", 2)
-    monkeypatch.setattr(bucketing, "CHANGES", 4)
+    monkeypatch.setattr(bucketing, "REPLAYS", 4)
     monkeypatch.setattr(bucketing, "CAPTURE", 0)
     counts = []
     monkeypatch.setattr(whole, "Graph", lambda *args: counts.append(args) or on_cpu.Again(*args))

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_packfree import apply_patches, patch_report
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models import head_loss
 from hf_packfree.packing.lazy import LazyTensor
 from tests.integrations.marks import integration
 from tests.models.test_head_loss import GRADIENT_TOL, LOSS_TOL, packed_batch
@@ -124,3 +125,14 @@ def test_wrapped_models_train_as_with_upstreams_loss(ran, way, read, record_prop
             assert torch.equal(ours["words"], theirs["words"])
         elif not way.startswith("DDP"):
             assert ours["refused"], "weights gathered later may be others"
+
+
+def test_a_loss_that_raises_leaves_the_head_sharded(monkeypatch, one_rank):
+    """Else it would take the memory of the whole vocabulary until the next step."""
+    model = WRAPPED["alone"](apply_patches(tiny()))
+    batch = packed_batch(LENGTHS[0])
+    model(**batch).loss.backward()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(head_loss, "loss_of", lambda *_: 1 / 0)
+        model(**batch)
+    assert isinstance(model.lm_head.weight, DTensor)
