@@ -115,7 +115,7 @@ def _length_of(key: Any) -> Any:
 
 def why_not_layers(layers: nn.ModuleList) -> str | None:
     """Return why sharded layers cannot be captured, or None."""
-    whole = {*map(checkpointing.called_in_hooks, layers)}
+    whole = {*layers, *map(checkpointing.called_in_hooks, layers)}
     for name, part in layers.named_modules():
         if (why := checkpointing.why_not(part)) is not None:
             return why

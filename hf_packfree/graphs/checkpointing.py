@@ -39,11 +39,12 @@ def recomputes(layer: Any) -> str | None:
 
 
 def called_in_hooks(layer: Any) -> nn.Module:
-    """Return what FSDP2's hooks are around: the layer, or what torch's wrapper wraps, where not the
-    wrapper was sharded, but that (accelerate does so).
+    """Return what the hooks that gather weights are around: the layer, or what torch's wrapper
+    wraps, where that was sharded, as accelerate does; it shards the wrapper, too, but without
+    weights.
     """
-    if not isinstance(layer, CheckpointWrapper) or isinstance(layer, FSDPModule):
-        return layer
+    if not isinstance(layer, CheckpointWrapper):
+        return layer  # type: ignore[no-any-return]
     (inner,) = layer.children()
     # a reentrant one hands keywords over as positional arguments
     wraps = isinstance(inner, FSDPModule) and layer.checkpoint_impl is CheckpointImpl.NO_REENTRANT

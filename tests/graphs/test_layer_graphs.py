@@ -7,10 +7,13 @@ The bits of real graphs are tested on GPUs (tests/gpu/test_layer_graphs.py).
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     offload_wrapper,
@@ -29,6 +32,7 @@ from hf_packfree.models.qwen3_5 import tiny_config
 from tests.graphs import on_cpu
 from tests.graphs.test_runner import ROWS, hidden, inputs_of
 from tests.integrations.marks import needs
+from tests.parallel.trainers import as_on_gpus
 from tests.ranks import on_ranks
 from tests.support import (
     GRADIENT_TOL,
@@ -124,7 +128,7 @@ def test_layers_that_are_recomputed(one_rank, reentrant):
 
 
 def sharded_and_wrapped(within, **options):
-    """As accelerate does, which shards what the wrappers wrap; or as torchtitan, the wrappers."""
+    """What the wrappers wrap is sharded, or as torchtitan does it, the wrappers."""
     model = apply_patches(plain_model(), cuda_graphs="auto")
     # which upstream's layers would write into twice
     model.config.use_cache = False
@@ -140,7 +144,7 @@ def sharded_and_wrapped(within, **options):
 
 
 WRAPPERS = {
-    "as accelerate": {"within": True, "preserve_rng_state": False},
+    "what it wraps": {"within": True, "preserve_rng_state": False},
     "as torchtitan": {"within": False},
     "reentrant": {"within": False, "checkpoint_impl": CheckpointImpl.REENTRANT},
 }
@@ -565,11 +569,27 @@ def test_ranks_embed_as_often_as_each_other(tmp_path):
     assert on_ranks(embed_on_a_rank, [()], tmp_path) == [(1, 1)]
 
 
+def by_accelerate(recomputes):
+    """As the Trainer's `fsdp_config` lets it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = apply_patches(plain_model(), cuda_graphs="auto")
+    model.config.use_cache = False
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3_5DecoderLayer"],
+        activation_checkpointing=recomputes,
+    )
+    with as_on_gpus():
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        return accelerator.prepare(model, torch.optim.SGD(model.parameters()))[0]
+
+
 RANKS = {
     "the rest": sharded,
-    "as accelerate": lambda: sharded(embedding=True),
-    "recomputed as accelerate does": lambda: sharded_and_wrapped(**WRAPPERS["as accelerate"]),
-    "recomputed as torchtitan does": lambda: sharded_and_wrapped(**WRAPPERS["as torchtitan"]),
+    "by accelerate": partial(by_accelerate, False),
+    "recomputed by accelerate": partial(by_accelerate, True),
+    "recomputed as torchtitan does": partial(sharded_and_wrapped, **WRAPPERS["as torchtitan"]),
 }
 
 
