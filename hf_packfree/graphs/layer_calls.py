@@ -156,6 +156,11 @@ def tensors_in(arguments: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(arguments) if isinstance(leaf, Tensor)]
 
 
+def constants_of(arguments: Arguments) -> Arguments:
+    """Return a call's arguments without its tensors, and without the record."""
+    return with_record(_changed(arguments, lambda _: None), None)
+
+
 def _why_not_given(before: list[Any], after: list[Any]) -> Iterator[str]:
     """Yield why a layer that was given this cannot be replayed, given what is there afterwards."""
     if [*map(id, before)] != [*map(id, after)]:
@@ -168,7 +173,7 @@ def _why_not_given(before: list[Any], after: list[Any]) -> Iterator[str]:
             yield f"a layer is given a {type(leaf).__name__}"
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _changed(value: Any, change: Callable[[Tensor], Tensor | None]) -> Any:
     """Return the value with its tensors changed, those in containers, too."""
     if isinstance(value, Tensor):
         return change(value)

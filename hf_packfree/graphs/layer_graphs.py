@@ -32,6 +32,7 @@ from hf_packfree.graphs.layer_calls import (
     CallsOfLayers,
     Forward,
     LayerCall,
+    constants_of,
     forwards_of,
     is_same,
     tensors_in,
@@ -97,6 +98,7 @@ class LayerGraph:
         self.kept = kept
         self.call, self.hidden, self.weights = call, hidden, weights
         self.is_last, self.tensors = is_last, tensors_in(arguments)
+        self._constants = constants_of(arguments)
         self._own, self._arguments, self.places = own_forward(layer), arguments, places_of(layer)
         self._leaves = [x for x in (hidden, *weights.read) if x.requires_grad]
         self.has_backward = bool(self._leaves)
@@ -149,10 +151,12 @@ class LayerGraph:
         self.out, self._leaves = borrowed(self.out), []
         self.hidden = borrowed(self.hidden) if self.call.follows else self.hidden.detach()
 
-    def fits(self, hidden: Tensor, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    def fits(self, hidden: Tensor, weights: Sequence[Tensor], given: Arguments) -> bool:
         """Whether the layer was captured with such an input, such weights and arguments."""
+        tensors = tensors_in(given)
         return (
             _are_alike(hidden, self.call.hidden)
+            and constants_of(given) == self._constants
             and len(tensors) == len(self.tensors)
             and all(map(_are_alike, weights, self.call.weights))
             and all(map(_are_alike, tensors, self.tensors))
@@ -282,19 +286,21 @@ class LayerGraphs:
             graph = self.graphs[number]
 
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-                weights, tensors = weights_at(graph.places), tensors_in((args, kwargs))
+                weights, given = weights_at(graph.places), (args, kwargs)
                 follows = len(replayed) == number and (
                     number == 0 or is_same(hidden_states, replayed[-1].out)
                 )
-                if self.is_stale or not follows or not graph.fits(hidden_states, weights, tensors):
+                pairs = [*zip(graph.tensors, tensors_in(given), strict=False)]
+                new = [(fixed, its) for fixed, its in pairs if id(fixed) not in written]
+                # another tensor there would be read by the backward passes of layers before, too
+                follows &= all(written.setdefault(id(fixed), its) is its for fixed, its in pairs)
+                if self.is_stale or not follows or not graph.fits(hidden_states, weights, given):
                     self.is_stale = True
                     args, kwargs = with_record((args, kwargs), plain())
                     # it may be in a graph's memory
                     return own(hidden_states.clone(), *args, **kwargs)
-                for fixed, given in zip(graph.tensors, tensors, strict=True):
-                    if written.get(id(fixed)) is not given:
-                        written[id(fixed)] = given
-                        fixed.copy_(given)
+                for fixed, its in new:
+                    fixed.copy_(its)
                 replayed.append(graph)
                 row.left += graph.has_backward
                 return graph.replay(row, hidden_states, weights)

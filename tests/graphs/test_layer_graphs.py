@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3_5ForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from hf_packfree import apply_patches, patch_report
+from hf_packfree import PackedSequence, apply_patches, patch_report
 from hf_packfree.graphs import layer_graphs
+from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.layer_calls import CallsOfLayers, forwards_of
 from hf_packfree.graphs.settings import Settings
 from hf_packfree.models.qwen3_5 import tiny_config
@@ -184,6 +185,57 @@ def test_sizes_that_do_not_tell_the_row_are_noted_once_more():
     (rotary, constant), *rest = call.arguments[0]
     assert rotary.shape == (1, 48, 16) and constant.shape == (3,) and not rest
     assert call.hidden.shape == (1, 48, 8)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8))
+
+    def forward(self, hidden_states, scales, by, packed_sequence=None):
+        return hidden_states + torch.sin(hidden_states * self.weight * scales["all"]) * by
+
+
+GIVEN = {
+    "the same": ([1, 1], [3, 3]),
+    "a tensor each": ([1, 2], [3, 3]),
+    "another number": ([1, 1], [3, 4]),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_what_layers_are_given_otherwise_is_seen(given):
+    """In the first row both were given one tensor, and one number."""
+    torch.manual_seed(0)
+    layers, x = torch.nn.ModuleList([Scaled(), Scaled()]), torch.randn(1, 16, 8)
+    row = PackedSequence.from_lengths([16])
+
+    def run(scales, numbers):
+        hidden = x.clone().requires_grad_()
+        for layer, scale, by in zip(layers, scales, numbers, strict=True):
+            hidden = layer(hidden, {"all": scale}, by, packed_sequence=row)
+        return hidden
+
+    def gradients_of(out):
+        layers.zero_grad()
+        out.exp().sum().backward()
+        return [layer.weight.grad.clone() for layer in layers]
+
+    calls, one = CallsOfLayers(layers), torch.ones(1, 16, 8)
+    with forwards_of(layers, calls.noting):
+        run([one, one], [3, 3])
+    calls.end()
+    pool = on_cpu.OnACPU(torch.device("cpu"), None, 16)
+    graphs = layer_graphs.LayerGraphs(calls, CapturedSequence.of(row), pool, {}, None)
+    scales, numbers = GIVEN[given]
+    # equal scales are one tensor
+    of_scale = {scale: one * scale for scale in scales}
+    tensors = [of_scale[scale] for scale in scales]
+    found = graphs.run(lambda: run(tensors, numbers), lambda: row)
+    wanted = run(tensors, numbers)
+    assert torch.equal(found, wanted) and graphs.is_stale == (given != "the same")
+    pairs = zip(gradients_of(found), gradients_of(wanted), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_rows_are_what_their_documents_are_alone(one_rank):
