@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_packfree.models.base import Sizes, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.conv_mixer import ConvMixer
-from hf_packfree.models.plain_layers import epsilon, is_hooked, plain_layers, project
+from hf_packfree.models.plain_layers import epsilon, is_gated_norm, plain_layers, project
 from hf_packfree.models.recompute import linear_with_recompute
 from hf_packfree.models.state import Kernels, PatchState, state_of
 from hf_packfree.ops.conv_delta_rule import conv_delta_rule
@@ -40,7 +40,7 @@ class PackedGatedDeltaNet(ConvMixer):
         kernels = state.kernels_for(mixed.device, mixed.dtype)
         # upstream's modules, or modules that replaced them
         gated_norm, output = getattr(self, self.norm_name), getattr(self, self.output_name)
-        by_module = kernels["fused"] == "torch" or is_hooked(gated_norm)
+        by_module = kernels["fused"] == "torch" or not is_gated_norm(gated_norm, self)
         g, beta = self._gates(a, b, kernels)
         out = self._conv_delta_rule(mixed, g, beta, packed, kernels)
         if by_module:
@@ -98,7 +98,7 @@ class PackedGatedDeltaNet(ConvMixer):
         projection with a bias, hooks or adapters, for instance, or a norm with hooks.
         """
         if name == self.norm_name:
-            return is_hooked(part)
+            return not is_gated_norm(part, self)
         return "proj" in name and plain_layers(x, part, adapters=False) is None
 
     @staticmethod

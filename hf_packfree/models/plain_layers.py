@@ -92,6 +92,21 @@ def norm_offset(norm: Any, layer: Replacement) -> float | None:
     return layer.norm_offset if is_upstreams(norm, layer, "RMSNorm") else None
 
 
+def is_gated_norm(norm: Any, layer: Replacement) -> bool:
+    """Whether calling `norm`, a part of `layer`, with x and z is x / sqrt(mean(x^2) + eps) *
+    weight * silu(z) and nothing else.
+
+    Such a norm is the gated one of the family's modeling module, or flash-linear-attention's.
+    False with adapters, hooks or sharded weights.
+    """
+    if is_hooked(norm) or type(norm._parameters.get("weight")) is not nn.Parameter:
+        return False
+    runs = forward_of(norm)
+    if _names_of(runs)[1] == "FusedRMSNormGated.forward" and runs.__module__.startswith("fla."):
+        return getattr(norm, "activation", None) in ("silu", "swish")
+    return is_upstreams(norm, layer, "RMSNormGated")
+
+
 def epsilon(norm: Any) -> float:
     """Return the norm's epsilon, which classes name `variance_epsilon` or `eps`."""
     found: float = vars(norm)["variance_epsilon" if "variance_epsilon" in vars(norm) else "eps"]

@@ -9,6 +9,7 @@ from torch import nn
 from hf_packfree.models import recompute
 from tests import vision
 from tests.input_formats import row_batch
+from tests.integrations.marks import needs
 from tests.ops.triton.kernels import all_kernels, on_kernels
 from tests.support import (
     CONTROL,
@@ -121,6 +122,56 @@ def test_features_that_are_added_between_fused_layers_are_exact(family, launched
     logits, grads = errors(vision.run(on_kernels(model, fused="triton"), batch, weights), wanted)
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
     assert "add_norm_backward" in launched and ("swiglu" in launched) == (family == "qwen3_vl")
+
+
+def gated_norms(model):
+    return [part for part in model.modules() if type(part).__name__.endswith("RMSNormGated")]
+
+
+def replaced(model):
+    for norm in gated_norms(model):
+        norm.forward = lambda *args, its=norm.forward: 1.1 * its(*args)
+    return model
+
+
+def of_another_class(model):
+    for norm in gated_norms(model):
+        louder = {"forward": lambda self, *args, its=type(norm): 1.1 * its.forward(self, *args)}
+        norm.__class__ = type("LouderRMSNormGated", (type(norm),), louder)
+    return model
+
+
+def saved(model):
+    """As LongLoRA trains norms beside its adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["down_proj"], modules_to_save=["norm", "o_norm"])
+    return get_peft_model(model, config)
+
+
+def tuned(model):
+    from peft import LNTuningConfig, get_peft_model
+
+    return get_peft_model(model, LNTuningConfig(target_modules=["norm", "o_norm"]))
+
+
+# of checkpointing's newer name, and that PEFT does not know the norm
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        replaced,
+        of_another_class,
+        pytest.param(saved, marks=needs("peft")),
+        pytest.param(tuned, marks=needs("peft")),
+    ],
+)
+def test_gated_norms_that_compute_something_else_are_called(change, family, launched):
+    batch, model = row_batch("positions", LENGTHS), change(tiny(family))
+    alone = run_alone(model, batch, random_weights(batch, 128))
+    assert_exact(on_kernels(model, fused="triton"), batch, alone)
+    assert "gated_norm" not in launched
 
 
 def test_projections_that_are_watched_are_called_by_themselves(recomputed):
