@@ -312,6 +312,14 @@ def test_steps_are_replayed_by_default_unless_the_model_was_patched_otherwise(
     assert patch_report(model).cuda_graphs.startswith("CUDA graphs: 0 rows") == wanted
 
 
+@pytest.mark.parametrize("alpha", [None, 5.0])
+def test_it_warns_of_noise_that_depends_on_the_length_of_a_row(alpha, caplog):
+    Accelerator(cpu=True)
+    given = SimpleNamespace(**vars(of_a_trainer()), neftune_noise_alpha=alpha)
+    PackFreeCallback().on_init_end(given, None, None, model=tiny())
+    assert ("found neftune_noise_alpha=5.0" in caplog.text) == (alpha is not None)
+
+
 KEEPS = "which PackFreeCallback keeps"
 
 

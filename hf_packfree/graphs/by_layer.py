@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ def gathered_dtype(trunk: Any) -> torch.dtype | None:
     """Return the dtype of the weights that FSDP2 gathers for a text model's layers; None: it does
     not shard them, or does not cast.
     """
-    first: Any = next(iter(getattr(trunk, "layers", ())), None)
-    layer: Any = checkpointing.called_in_hooks(first)
+    layers = [checkpointing.called_in_hooks(layer) for layer in [*getattr(trunk, "layers", ())][:1]]
+    layer: Any = next(iter(layers), None)
     if not isinstance(layer, FSDPModule):
         # gathered, with what is around the text model
         managed = layer is not None and getattr(trunk, "_is_fsdp_managed_module", False)
@@ -69,9 +70,10 @@ class ByLayer:
 
     def __init__(self, trunk: Any) -> None:
         self._layers: nn.ModuleList = trunk.layers
+        why_not_around = partial(_why_not_around, parts_around(trunk))
         # weights are read where FSDP2 has gathered them
-        self.settings = Settings(trunk, own_weights=False)
-        self.why_not = why_not_layers(trunk.layers) or _why_not_around(trunk)
+        self.settings = Settings(trunk, own_weights=False, further=why_not_around)
+        self.why_not = why_not_layers(trunk.layers) or why_not_around()
         self.rounded = RoundedWeights()
         self._calls: dict[Any, CallsOfLayers] = {}
         self._memory: Memory = {}
@@ -142,13 +144,19 @@ def _why_not_part(part: Any, whole: bool) -> str | None:
     return f"holds a {others.pop().__name__}" if others else None
 
 
-def _why_not_around(trunk: Any) -> str | None:
+def parts_around(trunk: Any) -> list[tuple[str, nn.Module]]:
+    """Return the parts of a text model that are not its layers', with their names."""
+    others = {trunk, *trunk.layers.modules()}
+    return [(name, part) for name, part in trunk.named_modules() if part not in others]
+
+
+def _why_not_around(parts: list[tuple[str, nn.Module]]) -> str | None:
     """Return why what is around the layers cannot run on padded rows, or None."""
-    layers = {*trunk.layers.modules()}
-    for name, part in trunk.named_modules():
-        within = part is not trunk and part not in layers
-        if within and not all(is_of_fsdp(each) or _marks(each) for each in _hooks(part)):
+    for name, part in parts:
+        if not all(is_of_fsdp(each) or _marks(each) for each in _hooks(part)):
             return f"{name} has hooks, which would see padding"
+        if "forward" in vars(part):
+            return f"{name} has a forward of its own, which would see padding"
     return None
 
 

@@ -125,7 +125,8 @@ class Captures:
             self.rounded.refused = True
             return why
         self.bucketing.no_room = key[0].tokens, why
-        self.pool = self.pool if self.graphs else None
+        if not self.graphs:
+            self.drop()
         return self._give_up(key, why)
 
     def _give_up(self, key: Any, why: str) -> str:

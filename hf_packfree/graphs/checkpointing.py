@@ -38,17 +38,20 @@ def recomputes(layer: Any) -> str | None:
     return FUNCTION if vars(layer).get("gradient_checkpointing") else None
 
 
-def called_in_hooks(layer: Any) -> nn.Module:
+def called_in_hooks(layer: Any) -> Any:
     """Return what the hooks that gather weights are around: the layer, or what torch's wrapper
     wraps, where that was sharded, as accelerate does; it shards the wrapper, too, but without
     weights.
     """
-    if not isinstance(layer, CheckpointWrapper):
-        return layer  # type: ignore[no-any-return]
-    (inner,) = layer.children()
+    runs = vars(layer).get("forward", type(layer).forward)
     # a reentrant one hands keywords over as positional arguments
-    wraps = isinstance(inner, FSDPModule) and layer.checkpoint_impl is CheckpointImpl.NO_REENTRANT
-    return inner if wraps else layer
+    if (
+        runs is not CheckpointWrapper.forward
+        or layer.checkpoint_impl is not CheckpointImpl.NO_REENTRANT
+    ):
+        return layer
+    inner = next(layer.children())
+    return inner if isinstance(inner, FSDPModule) else layer
 
 
 def own_forward(layer: Any) -> Callable[..., Any]:
@@ -92,10 +95,10 @@ def in_capture(module: nn.Module, has_gradients: bool) -> Iterator[None]:
         )
     state = _random_state()
     others = {"use_reentrant": False, "preserve_rng_state": False}
-    for layer, name, function in layers:
-        settings = (_settings(function) or {}) | others
-        setattr(layer, name, functools.partial(checkpoint, **settings))
     try:
+        for layer, name, function in layers:
+            settings = (_settings(function) or {}) | others
+            setattr(layer, name, functools.partial(checkpoint, **settings))
         yield
     finally:
         for layer, name, function in layers:

@@ -221,9 +221,10 @@ class Runner:
             key = in_longer(packed, kind, self.captures.graphs) or first
         if isinstance(key, str):
             return key
+        replayed = self.replayed
         found = self._run(key, layers, lengthened_inputs(row, positions, key[0]), packed)
-        longer = not key[0].holds_tokens(packed.num_tokens)
-        self.replayed_in_longer += longer and isinstance(found, Tensor)
+        if not key[0].holds_tokens(packed.num_tokens):
+            self.replayed_in_longer += self.replayed - replayed
         return found
 
     def _capture(

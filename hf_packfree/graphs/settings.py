@@ -4,7 +4,7 @@ of modules and of torch; and which models and rows cannot be captured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -40,9 +40,16 @@ class Settings:
     Args:
         own_weights: whether it matters where the model's weights are; otherwise, only which there
             are, and whether they are trained.
+        further: returns what else is compared.
     """
 
-    def __init__(self, module: nn.Module, own_weights: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        own_weights: bool = True,
+        further: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self._further, self._found = further, further()
         self._modules = [part for _, part in _parts(module)]
         self._classes: list[Any] = [*map(type, self._modules)]
         # a class may be given another forward, too
@@ -106,6 +113,7 @@ class Settings:
             and len(constants) == len(self._constants)
             and all(map(is_, constants, self._constants))
             and self._trained == self._are_trained()
+            and self._found == self._further()
             and self.keep_memory()
         )
 

@@ -139,6 +139,7 @@ class PackFreeCallback(TrainerCallback):
             )
         _say_what_waits(args)
         _warn_of_rows_without_boundaries(args)
+        _warn_of_noise(args)
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
             _warn_of_uncounted_tokens(parallelism)
@@ -283,6 +284,20 @@ def _warn_of_rows_without_boundaries(args: Any) -> None:
             "and say nothing of where these start, so that they read each other; wanted documents "
             "apart; set packing_strategy='bfd', or 'bfd_split', which keeps the ends of documents "
             "longer than max_length"
+        )
+
+
+def _warn_of_noise(args: Any) -> None:
+    """Warn of NEFTune, whose noise depends on how long a row is."""
+    alpha = getattr(args, "neftune_noise_alpha", None)
+    if alpha:
+        logger.warning(
+            "found neftune_noise_alpha=%s, whose noise transformers divides by the square root of "
+            "a row's length; a padded batch runs as one row of its real tokens here, and gets less "
+            "noise; wanted the noise of rows alone; multiply it by the square root of the real "
+            "tokens of a batch over its padded length, or train on packed rows, whose noise is "
+            "transformers' own",
+            alpha,
         )
 
 

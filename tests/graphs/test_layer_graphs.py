@@ -7,6 +7,8 @@ The bits of real graphs are tested on GPUs (tests/gpu/test_layer_graphs.py).
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 from itertools import pairwise
 
@@ -16,6 +18,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
     offload_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +29,7 @@ from transformers import Qwen3_5ForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from hf_packfree import PackedSequence, apply_patches, patch_report
-from hf_packfree.graphs import layer_graphs
+from hf_packfree.graphs import captures, checkpointing, layer_graphs
 from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.layer_calls import CallsOfLayers, forwards_of
 from hf_packfree.graphs.settings import Settings
@@ -158,6 +162,68 @@ def test_layers_that_torch_s_wrapper_recomputes(name, one_rank):
     assert_trains_as(model, other)
     assert runner_of(model).replayed == 2 * len(ROWS) - 2
     assert functions == [layer.checkpoint_fn for layer in model.base_model.layers]
+
+
+class Doubling(CheckpointWrapper):
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
+
+
+def test_a_wrapper_with_a_forward_of_its_own_is_not_passed_by(one_rank):
+    model, other = sharded(), apply_patches(plain_model())
+    for each in (model, other):
+        each.config.use_cache = False
+        each.base_model.layers[1] = Doubling(each.base_model.layers[1])
+    assert_trains_as(model, other, ROWS[:3])
+    why = "3 because layers.1._checkpoint_wrapped_module is sharded by itself"
+    assert why in patch_report(model).cuda_graphs
+
+
+def test_a_wrapper_with_another_module(one_rank):
+    """What is set on a layer lands there."""
+    model = sharded_and_wrapped(**WRAPPERS["what it wraps"])
+    model.base_model.layers[0].tap = torch.nn.Identity()
+    assert_trains_as(model, apply_patches(plain_model()))
+    assert runner_of(model).replayed == 2 * len(ROWS) - 2
+
+
+class Interrupted(CheckpointWrapper):
+    """Who interrupts does so where its function is set for the second time."""
+
+    times = 0
+
+    def __setattr__(self, name, value):
+        if name == "checkpoint_fn":
+            Interrupted.times += 1
+            if Interrupted.times == 2:
+                raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_wrappers_are_left_as_they_were_however_a_capture_ends():
+    layers = torch.nn.ModuleList(map(checkpoint_wrapper, [Pass(), Pass()]))
+    layers.append(Interrupted(Pass()))
+    functions = [layer.checkpoint_fn for layer in layers]
+    with pytest.raises(KeyboardInterrupt), checkpointing.in_capture(layers, has_gradients=True):
+        pass
+    assert [layer.checkpoint_fn for layer in layers] == functions
+
+
+def test_what_has_no_room_leaves_no_memory(one_rank, monkeypatch):
+    monkeypatch.setattr(captures, "free_memory", lambda device: 0.0)
+    memory, made = [], layer_graphs.GatheredWeights.__init__
+
+    def noted(self, *args):
+        made(self, *args)
+        memory.append(weakref.ref(self))
+
+    monkeypatch.setattr(layer_graphs.GatheredWeights, "__init__", noted)
+    model = sharded()
+    for seed in range(4):
+        step(model, ROWS[0], seed)
+    gc.collect()
+    assert "of the GPU's memory would be free" in patch_report(model).cuda_graphs
+    assert memory and not any(each() is not None for each in memory)
 
 
 LONGER = (70, 30), (50, 20, 30), (9, 90), (40, 40, 17)
@@ -409,6 +475,11 @@ def hooked_norm(model):
     model.base_model.norm.register_forward_hook(lambda *_: None)
 
 
+def other_norm(model):
+    norm = model.base_model.norm
+    norm.forward = lambda x, forward=norm.forward: forward(x)
+
+
 def noised(model):
     """As the Trainer does with `neftune_noise_alpha`."""
     embedding = model.get_input_embeddings()
@@ -434,6 +505,7 @@ WHY_NOT = {
     "activations are offloaded": offloaded,
     "norm has hooks, which would see padding": hooked_norm,
     "embed_tokens has hooks, which would see padding": noised,
+    "norm has a forward of its own, which would see padding": other_norm,
     "layers.2 is compiled": compiled,
 }
 
@@ -452,6 +524,20 @@ def test_layers_that_are_called_in_another_way_run_without(why, one_rank):
             step(each, lengths, seed)
         assert_same_gradients(model, other)
     assert f"2 because {why}" in patch_report(model).cuda_graphs
+
+
+def test_a_hook_that_comes_later(one_rank):
+    model, other = sharded(), apply_patches(plain_model())
+    assert_trains_as(model, other, ROWS)
+    for each in (model, other):
+        noised(each)
+    replayed = runner_of(model).replayed
+    for seed, lengths in enumerate(ROWS):
+        for each in (model, other):
+            torch.manual_seed(seed)
+            step(each, lengths, seed)
+        assert_same_gradients(model, other)
+    assert runner_of(model).replayed == replayed
 
 
 def test_hooks_that_let_embeddings_have_gradients(one_rank):
