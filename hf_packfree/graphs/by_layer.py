@@ -39,8 +39,8 @@ def gathered_dtype(trunk: Any) -> torch.dtype | None:
     """Return the dtype of the weights that FSDP2 gathers for a text model's layers; None: it does
     not shard them, or does not cast.
     """
-    layers = [checkpointing.called_in_hooks(layer) for layer in [*getattr(trunk, "layers", ())][:1]]
-    layer: Any = next(iter(layers), None)
+    layers = [*getattr(trunk, "layers", ())]
+    layer: Any = checkpointing.called_in_hooks(layers[0]) if layers else None
     if not isinstance(layer, FSDPModule):
         # gathered, with what is around the text model
         managed = layer is not None and getattr(trunk, "_is_fsdp_managed_module", False)
@@ -70,7 +70,7 @@ class ByLayer:
 
     def __init__(self, trunk: Any) -> None:
         self._layers: nn.ModuleList = trunk.layers
-        why_not_around = partial(_why_not_around, parts_around(trunk))
+        why_not_around = partial(_why_not_around, _parts_around(trunk))
         # weights are read where FSDP2 has gathered them
         self.settings = Settings(trunk, own_weights=False, further=why_not_around)
         self.why_not = why_not_layers(trunk.layers) or why_not_around()
@@ -144,7 +144,7 @@ def _why_not_part(part: Any, whole: bool) -> str | None:
     return f"holds a {others.pop().__name__}" if others else None
 
 
-def parts_around(trunk: Any) -> list[tuple[str, nn.Module]]:
+def _parts_around(trunk: Any) -> list[tuple[str, nn.Module]]:
     """Return the parts of a text model that are not its layers', with their names."""
     others = {trunk, *trunk.layers.modules()}
     return [(name, part) for name, part in trunk.named_modules() if part not in others]

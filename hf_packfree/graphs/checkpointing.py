@@ -123,7 +123,8 @@ def _settings(function: Any) -> dict[str, Any] | None:
 
 def _is_reentrant(function: Any) -> bool:
     """Whether layers have gradients only if their input has."""
-    return bool((_settings(function) or {}).get("use_reentrant", True))
+    # which is torch's default
+    return (_settings(function) or {}).get("use_reentrant") is not False
 
 
 def _random_state() -> list[Tensor]:
