@@ -18,6 +18,7 @@ from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.row_adapters import (
     refuse_prompts_from_above,
     refuse_readers_of_the_row,
+    refuse_tasks_of_rows,
 )
 from hf_packfree.models.state import state_of
 from hf_packfree.models.tree_checks import check_tree_call
@@ -188,6 +189,7 @@ def read_call(
     if packed is None:
         return None
     refuse_readers_of_the_row(call.module)
+    refuse_tasks_of_rows(rows)
     _check_with_documents(packed.num_segments, cache, seen, inputs.attention_mask)
     return packed
 

@@ -7,19 +7,20 @@ An activated LoRA (aLoRA) is on after a row's last invocation, which is in its l
 routers average over all tokens of a batch.
 
 They are refused when a model is patched. If PEFT wraps the model later, they are found in the call
-stack of a forward, because PEFT leaves no mark on the model below.
+stack of a forward, because PEFT leaves no mark on the model below. So are the tasks of rows that
+PEFT's Poly is given.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from traceback import walk_stack
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_packfree.errors import UnsupportedModel
+from hf_packfree.errors import UnsupportedInput, UnsupportedModel
 
 
 def refuse_adapters_of_rows(model: nn.Module) -> None:
@@ -55,14 +56,35 @@ def refuse_readers_of_the_row(module: nn.Module) -> None:
     _refuse_callers(_reads_the_row)
 
 
+def refuse_tasks_of_rows(rows: int) -> None:
+    """Refuse a call of several rows that become one if PEFT's Poly was given a task for each.
+
+    Raises:
+        UnsupportedInput: a caller is PEFT's, with `task_ids`.
+    """
+    for given in _callers() if rows > 1 else ():
+        if given.get("task_ids") is not None:
+            raise UnsupportedInput(
+                f"found PEFT's task_ids, one for each of {rows} rows, which become one row without "
+                "padding; wanted rows that stay apart; pass padded='upstream' to apply_patches or "
+                "PackFreeCallback"
+            )
+
+
 def _refuse_callers(finds_fault: Callable[[Any], str | None]) -> None:
+    for given in _callers():
+        _refuse(given.get("self"), finds_fault)
+
+
+def _callers() -> Iterator[dict[str, Any]]:
+    """Yield the variables of PEFT's forwards that a call comes from."""
     if "peft" not in sys.modules:
         return
     for frame, _ in walk_stack(None):
         # with adapters disabled the model's own forward is called in place of PEFT's
         is_forward = frame.f_code.co_name == "forward"
         if is_forward and frame.f_globals.get("__name__", "").startswith("peft."):
-            _refuse(frame.f_locals.get("self"), finds_fault)
+            yield frame.f_locals
 
 
 def _refuse(module: Any, finds_fault: Callable[[Any], str | None]) -> None:

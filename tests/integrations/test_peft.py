@@ -11,10 +11,16 @@ from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.doctor import diagnose
-from hf_packfree.errors import CacheConflict, ContractError, PatchConflict, UnsupportedModel
+from hf_packfree.errors import (
+    CacheConflict,
+    ContractError,
+    PatchConflict,
+    UnsupportedInput,
+    UnsupportedModel,
+)
 from tests.integrations.compare import in_rows, in_steps, labelled, packed, per_document
 from tests.integrations.marks import integration, needs
-from tests.support import relative_rms, tiny
+from tests.support import LOGIT_TOL, documents, relative_rms, tiny
 
 # its dependencies deprecate things
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
@@ -328,6 +334,26 @@ class TestInvocations:
         model, inputs = self.adapted(apply_patches(tiny())).eval(), self.row(9)
         wanted = self.adapted(tiny()).eval()(**inputs).logits
         assert torch.equal(model(**inputs).logits, wanted)
+
+
+def test_tasks_of_rows_need_rows():
+    """Poly's: a padded batch runs as one row, unless it is left to upstream."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        torch.manual_seed(5)
+        targets = {"target_modules": list(ATTENTION), "n_tasks": 2, "n_skills": 2}
+        return peft.get_peft_model(model, peft.PolyConfig(task_type="CAUSAL_LM", r=4, **targets))
+
+    mask = torch.ones(2, 9)
+    mask[1, 6:] = 0
+    batch = {"input_ids": documents((18,))[0].view(2, 9), "attention_mask": mask}
+    batch |= {"task_ids": torch.tensor([0, 1]), "use_cache": False}
+    with pytest.raises(UnsupportedInput, match="found PEFT's task_ids, one for each of 2 rows"):
+        adapted(apply_patches(tiny()))(**batch)
+    found = adapted(apply_patches(tiny(), padded="upstream"))(**batch).logits
+    wanted = adapted(tiny())(**batch).logits
+    assert relative_rms(found[mask.bool()], wanted[mask.bool()]) <= LOGIT_TOL
 
 
 class TestRouters:
