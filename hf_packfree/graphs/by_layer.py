@@ -153,24 +153,22 @@ def _parts_around(trunk: Any) -> list[tuple[str, nn.Module]]:
 def _why_not_around(parts: list[tuple[str, nn.Module]]) -> str | None:
     """Return why what is around the layers cannot run on padded rows, or None."""
     for name, part in parts:
-        if not all(is_of_fsdp(each) or _marks(each) for each in _hooks(part)):
+        if not all(is_of_fsdp(each) or _asks_for_gradients(each) for each in _hooks(part)):
             return f"{name} has hooks, which would see padding"
         if "forward" in vars(part):
             return f"{name} has a forward of its own, which would see padding"
     return None
 
 
-def _marks(hook: Any) -> bool:
+def _asks_for_gradients(hook: Any) -> bool:
     """Whether a hook is transformers' or PEFT's that lets embeddings have gradients."""
     return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
 
 
 def _hooks(part: Any) -> list[Any]:
     """Return all hooks of a module."""
-    # dictionaries, and accelerate's one
-    found = (vars(part).get(name) for name in HOOKS)
+    found = [vars(part).get(name) or {} for name in HOOKS]
+    # dictionaries, and accelerate's one hook
     return [
-        hook
-        for hooks in found
-        for hook in (hooks.values() if isinstance(hooks, dict) else [hooks] if hooks else [])
+        hook for each in found for hook in (each.values() if isinstance(each, dict) else [each])
     ]

@@ -151,12 +151,17 @@ class LayerGraph:
         self.out, self._leaves = borrowed(self.out), []
         self.hidden = borrowed(self.hidden) if self.call.follows else self.hidden.detach()
 
-    def fits(self, hidden: Tensor, weights: Sequence[Tensor], given: Arguments) -> bool:
+    def fits(
+        self,
+        hidden: Tensor,
+        weights: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        constants: Arguments,
+    ) -> bool:
         """Whether the layer was captured with such an input, such weights and arguments."""
-        tensors = tensors_in(given)
         return (
             _are_alike(hidden, self.call.hidden)
-            and constants_of(given) == self._constants
+            and constants == self._constants
             and len(tensors) == len(self.tensors)
             and all(map(_are_alike, weights, self.call.weights))
             and all(map(_are_alike, tensors, self.tensors))
@@ -286,15 +291,17 @@ class LayerGraphs:
             graph = self.graphs[number]
 
             def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-                weights, given = weights_at(graph.places), (args, kwargs)
+                weights, tensors = weights_at(graph.places), tensors_in((args, kwargs))
                 follows = len(replayed) == number and (
                     number == 0 or is_same(hidden_states, replayed[-1].out)
                 )
-                pairs = [*zip(graph.tensors, tensors_in(given), strict=False)]
+                pairs = [*zip(graph.tensors, tensors, strict=False)]
                 new = [(fixed, its) for fixed, its in pairs if id(fixed) not in written]
                 # another tensor there would be read by the backward passes of layers before, too
                 follows &= all(written.setdefault(id(fixed), its) is its for fixed, its in pairs)
-                if self.is_stale or not follows or not graph.fits(hidden_states, weights, given):
+                constants = constants_of((args, kwargs))
+                fits = graph.fits(hidden_states, weights, tensors, constants)
+                if self.is_stale or not follows or not fits:
                     self.is_stale = True
                     args, kwargs = with_record((args, kwargs), plain())
                     # it may be in a graph's memory

@@ -18,7 +18,6 @@ from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.row_adapters import (
     refuse_prompts_from_above,
     refuse_readers_of_the_row,
-    refuse_tasks_of_rows,
 )
 from hf_packfree.models.state import state_of
 from hf_packfree.models.tree_checks import check_tree_call
@@ -154,7 +153,8 @@ def read_call(
 
     Raises:
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
-        UnsupportedInput: the call is under a transform of torch.func.
+        UnsupportedInput: the call is under a transform of torch.func, or PEFT's Poly was given a
+            task for each of several rows.
         CacheConflict: several documents together with a cache.
         UnsupportedModel: the model has adapters of PEFT that work on whole rows, see
             `row_adapters`.
@@ -188,8 +188,7 @@ def read_call(
         )
     if packed is None:
         return None
-    refuse_readers_of_the_row(call.module)
-    refuse_tasks_of_rows(rows)
+    refuse_readers_of_the_row(call.module, rows)
     _check_with_documents(packed.num_segments, cache, seen, inputs.attention_mask)
     return packed
 

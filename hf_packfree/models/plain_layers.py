@@ -84,7 +84,7 @@ def norm_offset(norm: Any, layer: Replacement) -> float | None:
     `norm_offset`, or runs Liger's kernel, on the class or on the instance. None with adapters,
     hooks or sharded weights.
     """
-    if is_hooked(norm) or type(norm._parameters.get("weight")) is not nn.Parameter:
+    if not _has_plain_weight(norm):
         return None
     if forward_of(norm).__module__.startswith("liger_kernel."):
         offset: float | None = _LIGERS_OFFSETS.get(getattr(norm, "casting_mode", None))
@@ -99,12 +99,17 @@ def is_gated_norm(norm: Any, layer: Replacement) -> bool:
     Such a norm is the gated one of the family's modeling module, or flash-linear-attention's.
     False with adapters, hooks or sharded weights.
     """
-    if is_hooked(norm) or type(norm._parameters.get("weight")) is not nn.Parameter:
+    if not _has_plain_weight(norm):
         return False
     runs = forward_of(norm)
     if _names_of(runs)[1] == "FusedRMSNormGated.forward" and runs.__module__.startswith("fla."):
         return getattr(norm, "activation", None) in ("silu", "swish")
     return is_upstreams(norm, layer, "RMSNormGated")
+
+
+def _has_plain_weight(norm: Any) -> bool:
+    """Whether a norm has no hooks, and a weight of its own that is a plain parameter."""
+    return not is_hooked(norm) and type(norm._parameters.get("weight")) is nn.Parameter
 
 
 def epsilon(norm: Any) -> float:

@@ -42,38 +42,28 @@ def refuse_prompts_from_above(inputs_embeds: Tensor | None) -> None:
         UnsupportedModel: a caller is PEFT's, with prompt learning.
     """
     if inputs_embeds is not None:
-        _refuse_callers(_learns_prompts)
+        for given in _callers():
+            _refuse(given.get("self"), _learns_prompts)
 
 
-def refuse_readers_of_the_row(module: nn.Module) -> None:
+def refuse_readers_of_the_row(module: nn.Module, rows: int) -> None:
     """Refuse a call that becomes one row if PEFT calls for an activated LoRA or Lily, or has put
-    such adapters into the module that is called.
+    such adapters into the module that is called; and one of several `rows` if PEFT's Poly was given
+    a task for each.
 
     Raises:
         UnsupportedModel: a caller, or the module, has such adapters.
-    """
-    _refuse(module, _reads_the_row)
-    _refuse_callers(_reads_the_row)
-
-
-def refuse_tasks_of_rows(rows: int) -> None:
-    """Refuse a call of several rows that become one if PEFT's Poly was given a task for each.
-
-    Raises:
         UnsupportedInput: a caller is PEFT's, with `task_ids`.
     """
-    for given in _callers() if rows > 1 else ():
-        if given.get("task_ids") is not None:
+    _refuse(module, _reads_the_row)
+    for given in _callers():
+        _refuse(given.get("self"), _reads_the_row)
+        if rows > 1 and given.get("task_ids") is not None:
             raise UnsupportedInput(
                 f"found PEFT's task_ids, one for each of {rows} rows, which become one row without "
                 "padding; wanted rows that stay apart; pass padded='upstream' to apply_patches or "
                 "PackFreeCallback"
             )
-
-
-def _refuse_callers(finds_fault: Callable[[Any], str | None]) -> None:
-    for given in _callers():
-        _refuse(given.get("self"), finds_fault)
 
 
 def _callers() -> Iterator[dict[str, Any]]:

@@ -620,37 +620,25 @@ def test_weights_that_fsdp1_shards_run_without(model, monkeypatch, one_rank, tog
     assert "3 because FSDP shards its weights" in patch_report(wrapped).cuda_graphs
 
 
-def test_layers_that_are_recomputed(model):
+@pytest.mark.parametrize(
+    ("recompute", "name"),
+    [(checkpoint_layers, "_gradient_checkpointing_func"), (wrap_layers, "checkpoint_fn")],
+)
+def test_layers_that_are_recomputed(model, recompute, name):
     """Their gradients are those of layers that keep everything; the model's settings stay."""
     other = apply_patches(copy.deepcopy(remove_patches(model)))
     apply_patches(model, cuda_graphs="auto")
-    checkpoint_layers(model)
-    functions = [layer._gradient_checkpointing_func for layer in model.base_model.layers]
+    recompute(model)
+    functions = [getattr(layer, name) for layer in model.base_model.layers]
     for seed, lengths in enumerate(ROWS * 2):
         for each in (model, other):
             hidden(each, lengths, seed).pow(2).sum().backward()
-        for (name, mine), its in zip(
+        for (weight, mine), its in zip(
             model.base_model.named_parameters(), other.base_model.parameters(), strict=True
         ):
-            assert torch.allclose(mine.grad, its.grad, atol=1e-4), name
+            assert torch.allclose(mine.grad, its.grad, atol=1e-4), weight
     assert runner_of(model).replayed >= len(ROWS)
-    assert functions == [layer._gradient_checkpointing_func for layer in model.base_model.layers]
-
-
-def test_layers_that_torch_s_wrapper_recomputes(model):
-    other = apply_patches(copy.deepcopy(remove_patches(model)))
-    apply_patches(model, cuda_graphs="auto")
-    wrap_layers(model)
-    functions = [layer.checkpoint_fn for layer in model.base_model.layers]
-    for seed, lengths in enumerate(ROWS * 2):
-        for each in (model, other):
-            hidden(each, lengths, seed).pow(2).sum().backward()
-        for (name, mine), its in zip(
-            model.base_model.named_parameters(), other.base_model.parameters(), strict=True
-        ):
-            assert torch.allclose(mine.grad, its.grad, atol=1e-4), name
-    assert runner_of(model).replayed >= len(ROWS)
-    assert functions == [layer.checkpoint_fn for layer in model.base_model.layers]
+    assert functions == [getattr(layer, name) for layer in model.base_model.layers]
 
 
 @pytest.mark.parametrize("recompute", [checkpoint_layers, wrap_layers])
