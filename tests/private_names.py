@@ -116,6 +116,12 @@ PRIVATE = {
         "transformers 5.24",
         "the multi-token head is recomputed as the model's layers are, in CUDA graphs, too",
     ),
+    "_tr_loss": Private(
+        "transformers 5.24",
+        "the mean that the Trainer logs in the place of a loss that is not finite; where it is "
+        "elsewhere, the Trainer waits, which tests/models/test_host_waits.py sees",
+    ),
+    "_globalstep_last_logged": Private("transformers 5.24", "the same"),
     "_init_weights": Private(
         "transformers 5.24",
         "a new multi-token head begins as upstream's modules do",

@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from inspect import signature
 from types import SimpleNamespace
@@ -73,15 +72,9 @@ def arguments(folder, **more):
     )
 
 
-def of_a_trainer(device="cpu", filters=False, copies=True, workers=0):
+def of_a_trainer():
     """Return what the callback reads of the Trainer's arguments."""
-    return SimpleNamespace(
-        torch_compile=False,
-        logging_nan_inf_filter=filters,
-        accelerator_config=SimpleNamespace(non_blocking=copies),
-        dataloader_num_workers=workers,
-        device=torch.device(device),
-    )
+    return SimpleNamespace(torch_compile=False)
 
 
 def dataset(lengths=ROW):
@@ -268,29 +261,6 @@ def test_options_are_those_of_apply_patches():
     )
     with pytest.raises(ValueError, match="wanted 'lazy' or 'upstream'"):
         PackFreeCallback(padded="never")
-
-
-FILTER, COPY = "logging_nan_inf_filter=True, to", "{'non_blocking': False}, to"
-COLLATE = "dataloader_num_workers=1"
-
-
-@pytest.mark.parametrize(
-    ("device", "filters", "copies", "workers", "said"),
-    [
-        ("cuda", True, False, 0, {FILTER, COPY, COLLATE}),
-        ("cuda", False, False, 2, {COPY}),
-        ("cuda", True, True, 0, {FILTER, COLLATE}),
-        ("cuda", False, True, 0, set()),
-        ("cpu", True, False, 0, set()),
-    ],
-)
-def test_it_says_why_the_trainer_waits_for_the_gpu(device, filters, copies, workers, said, caplog):
-    Accelerator(cpu=True)
-    caplog.set_level(logging.INFO, "hf_packfree")
-    given = of_a_trainer(device, filters, copies, workers)
-    PackFreeCallback().on_init_end(given, None, None, model=tiny())
-    assert {each for each in (FILTER, COPY, COLLATE) if each in caplog.text} == said
-    assert ("waits for the GPU" in caplog.text) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.options import Options
 from hf_packfree.patching.report import patch_report
 from hf_packfree.trainer.training_run import TrainingRun
+from hf_packfree.trainer.waits import LossFilter, copy_without_waiting, trainer_of
 
 logger = logging.getLogger("hf_packfree")
 
@@ -60,6 +61,9 @@ class PackFreeCallback(TrainerCallback):
     - packfree/mtp_accuracy_k: the share of depth k's targets that equal its most likely token.
     - packfree/influence: once, with `verify_first_batch`: how far the outputs of any document
       changed with the others, and 0 where nothing leaks.
+
+    The Trainer's host does not wait for the GPU in each step: batches are copied without, and the
+    GPU leaves losses that are not finite out of the log (`logging_nan_inf_filter`).
 
     Hooks that count and verify are on the model only during a step: copies and saved models have
     none, nor has a model whose training was interrupted between steps.
@@ -117,6 +121,7 @@ class PackFreeCallback(TrainerCallback):
         self._context_parallel = context_parallel
         self._verify = verify_first_batch
         self._run: TrainingRun | None = None
+        self._losses: LossFilter | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -137,7 +142,8 @@ class PackFreeCallback(TrainerCallback):
                 "mixes no tokens (projections, norms, MLPs) is torch.compile's then, not fused; "
                 "leave it out for the fused layers"
             )
-        _say_what_waits(args)
+        if (trainer := trainer_of(args)) is not None:
+            copy_without_waiting(trainer)
         _warn_of_rows_without_boundaries(args)
         _warn_of_noise(args)
         if ranks is not None:
@@ -181,9 +187,11 @@ class PackFreeCallback(TrainerCallback):
         refuse_rows_cut_twice(model)
         _warn_of_unweighted_tokens(args, model)
         _warn_of_gradients_divided_twice()
-        if self._run is not None:
-            # a run that was interrupted left its hooks
-            self._run.break_off()
+        # what a run that was interrupted left
+        self._leave()
+        if (trainer := trainer_of(args)) is not None:
+            self._losses = LossFilter(trainer)
+            self._losses.put_on()
         smooths = args.label_smoothing_factor != 0
         self._run = TrainingRun(model, self._verify, smooths=smooths)
 
@@ -215,7 +223,14 @@ class PackFreeCallback(TrainerCallback):
         cut_rows_again(kwargs["model"])
         if self._run is not None:
             self._run.end()
-            self._run = None
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._run is not None:
+            self._run.break_off()
+        if self._losses is not None:
+            self._losses.take_off()
+        self._run = self._losses = None
 
     def on_log(
         self,
@@ -245,31 +260,6 @@ def _autocast_in_force() -> torch.dtype | None:
     # under fp8, operations that do not run in fp8 are autocast to bfloat16
     dtypes = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
     return dtypes.get(AcceleratorState().mixed_precision)
-
-
-def _say_what_waits(args: TrainingArguments) -> None:
-    """Log which of the Trainer's settings let the host wait for the GPU in each step."""
-    waits = []
-    if args.logging_nan_inf_filter:
-        waits.append(
-            "logging_nan_inf_filter=True, to leave losses that are not finite out of its logs"
-        )
-    # which the arguments have made of what they were given
-    config: Any = args.accelerator_config
-    if not config.non_blocking:
-        waits.append("accelerator_config={'non_blocking': False}, to copy a batch")
-    idle = (
-        "; until then, dataloader_num_workers=1 collates the next batch while the GPU still runs"
-        if args.dataloader_num_workers == 0
-        else ""
-    )
-    if waits and args.device.type == "cuda":
-        logger.info(
-            "in each step the Trainer waits for the GPU because of %s; turned the other way, it "
-            "does not wait there%s",
-            ", and of ".join(waits),
-            idle,
-        )
 
 
 def _named(options: dict[str, Any]) -> str:
