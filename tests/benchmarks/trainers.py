@@ -11,7 +11,8 @@ in "trl-8k-qlora" they are bitsandbytes' NF4, computing in bf16, and what
 batch, which is what TRL makes by default, has 8 documents of 32 to 1,024 tokens. "ms" is a step's
 share of the time of the last 20, of 100 there, data loading, clipping and AdamW included; nothing
 waits for the device between them but what the trainer does by itself, which logs every 10 steps. TRL
-recomputes layers by default, the Trainer does not. "logged" is what the last log said.
+recomputes layers by default, the Trainer does not. "the Trainer waits" is without
+`hf_packfree.trainer.waits`. "logged" is what the last log said.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,6 +33,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from hf_packfree.graphs import whole
+from hf_packfree.trainer import callback, waits
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, put_lora_on, quantise, variant_of
 from tests.benchmarks.shapes import SHAPES, Shape, log_normal_lengths
@@ -40,8 +43,6 @@ from tests.benchmarks.workloads import COMPOSED, UNPATCHED_CONV
 WARMUP = 10
 # the callback patches
 PATCHED = Variant(packfree=False)
-# two defaults of the Trainer wait for the GPU
-NO_WAITS = {"logging_nan_inf_filter": False, "accelerator_config": {"non_blocking": True}}
 # the next batch is collated in a process of its own
 A_WORKER = {"dataloader_num_workers": 1}
 
@@ -57,12 +58,12 @@ class WalksThrough(PackFreeCallback):
 
 
 ROUNDED = "packfree, weights rounded in each product"
+WAITS = "packfree, the Trainer waits"
 # {its name: (the model, its callback, the Trainer's arguments)}
 VARIANTS: dict[str, tuple[Variant, Callable[[], PackFreeCallback] | None, dict[str, Any]]] = {
     "packfree": (PATCHED, PackFreeCallback, {}),
-    "packfree, no waits": (PATCHED, PackFreeCallback, NO_WAITS),
+    WAITS: (PATCHED, PackFreeCallback, {}),
     "packfree, a worker": (PATCHED, PackFreeCallback, A_WORKER),
-    "packfree, no waits, a worker": (PATCHED, PackFreeCallback, NO_WAITS | A_WORKER),
     "packfree, modules not remembered": (PATCHED, WalksThrough, {}),
     ROUNDED: (PATCHED, PackFreeCallback, {}),
     "packfree, no graphs": (PATCHED, partial(PackFreeCallback, cuda_graphs="never"), {}),
@@ -225,6 +226,19 @@ def train(
     return of_graphs(timed(times.ends, data, device), said) | {"logged": logs[-1]}
 
 
+@contextmanager
+def without(variant: str) -> Iterator[None]:
+    """Within the block, what the variant's name says is left out."""
+    with ExitStack() as stack:
+        if variant == ROUNDED:
+            # without copies of fp32 weights (`hf_packfree.ops.rounded_weights`)
+            stack.enter_context(mock.patch.object(whole, "SPARE_OF_COPIES", 1.0))
+        if variant == WAITS:
+            stack.enter_context(mock.patch.object(waits.LossFilter, "put_on"))
+            stack.enter_context(mock.patch.object(callback, "copy_without_waiting"))
+        yield
+
+
 def loop(
     shape: Shape, adapters: str, data: Data, device: str, recomputed: bool, cuda_graphs: str
 ) -> dict[str, Any]:
@@ -308,9 +322,7 @@ def main() -> None:
         if options.tiny:
             data = replace(data, length=8 if data.length else None, steps=30)
         for name, described in VARIANTS.items():
-            # without copies of fp32 weights (`hf_packfree.ops.rounded_weights`)
-            without = mock.patch.object(whole, "SPARE_OF_COPIES", 1.0)
-            run = without(train) if name == ROUNDED else train
+            run = without(name)(train)
             measure = partial(run, make, shape, *described, adapters, data, options.device)
             if data.rows == "padded":
                 # the composed model is called with boundaries
