@@ -136,7 +136,7 @@ def test_rows_that_unsloth_refuses_to_pack_are_no_result(monkeypatch):
         sys.modules, "unsloth.utils.packing", SimpleNamespace(_HYBRID_WARNED={"no kernels"})
     )
     engine = object.__new__(Unsloth)
-    vars(engine).update(model=None, tokenizer=None, work=None, device="cpu")
+    vars(engine).update(model=None, tokenizer=None, work=None, device="cpu", trained="lora")
     with pytest.raises(RuntimeError, match="found packing refused, .'no kernels'.; wanted packing"):
         engine.trainer(8192)
 

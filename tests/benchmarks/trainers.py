@@ -104,17 +104,19 @@ class Data:
         number: how many of them are a step's.
         steps: how many steps, with those before the time is taken.
         rows: what TRL makes of them: "packing", "padding_free", or "padded" batches.
+        ranks: how many take rows of their own.
     """
 
     length: int | None
     number: int = 16
     steps: int = 30
     rows: str = "packing"
+    ranks: int = 1
 
     @property
     def lengths(self) -> list[int]:
         """The documents' lengths."""
-        number = self.number * self.steps
+        number = self.number * self.steps * self.ranks
         if self.length is not None:
             return [self.length] * number
         # more than enough
@@ -122,8 +124,8 @@ class Data:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a step, on average."""
-        return sum(self.lengths) / self.steps
+        """Tokens of a rank's step, on average."""
+        return sum(self.lengths) / self.steps / self.ranks
 
     def ids(self, vocabulary: int) -> list[list[int]]:
         """Return the documents."""

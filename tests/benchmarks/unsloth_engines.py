@@ -84,20 +84,31 @@ def checked(model: nn.Module) -> nn.Module:
     return model
 
 
+def row_of(tokens: int, seed: int, even: bool) -> Sequence[int]:
+    """The lengths of a row's documents: sixteen `even` ones, or log-normal."""
+    if even:
+        return [tokens // 16] * 16
+    return log_normal_lengths(tokens, longest=tokens // 4, seed=seed)
+
+
 def sft(
-    model: nn.Module, tokenizer: Any, folder: Path, tokens: int, device: str, *callbacks: Any
+    model: nn.Module,
+    tokenizer: Any,
+    folder: Path,
+    tokens: int,
+    device: str,
+    trained: str,
+    *callbacks: Any,
 ) -> Any:
     """Return the SFTTrainer that TRL has, or Unsloth in its place, for rows of so many tokens."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    vocabulary, longest = model.config.get_text_config().vocab_size, tokens // 4
+    vocabulary = model.config.get_text_config().vocab_size
     rows = [
         one.tolist()
         for seed in range(STEPS + 2)
-        for one in documents(
-            log_normal_lengths(tokens, longest=longest, seed=seed), vocabulary, seed
-        )
+        for one in documents(row_of(tokens, seed, trained == "full"), vocabulary, seed)
     ]
     arguments = SFTConfig(
         output_dir=str(folder),
@@ -169,8 +180,8 @@ class PackFree:
         self.model = None
         free()
         self.model = self._load()
-        chosen = (PackFreeCallback(), *callbacks)
-        return sft(self.model, self.tokenizer, self.work, tokens, self.device, *chosen)
+        given = self.model, self.tokenizer, self.work, tokens, self.device, self.trained
+        return sft(*given, PackFreeCallback(), *callbacks)
 
     def kernels(self) -> dict[str, Any]:
         """Return what runs."""
@@ -193,7 +204,7 @@ class Unsloth:
     }
 
     def __init__(self, work: Path, device: str, trained: str) -> None:
-        self.work, self.device = work, device
+        self.work, self.device, self.trained = work, device, trained
         fast = import_module("unsloth").FastLanguageModel
         common = {"use_gradient_checkpointing": False}
         options: dict[str, Any] = {
@@ -226,7 +237,8 @@ class Unsloth:
 
     def trainer(self, tokens: int, *callbacks: Any) -> Any:
         """Return its trainer."""
-        found = sft(self.model, self.tokenizer, self.work, tokens, self.device, *callbacks)
+        given = self.model, self.tokenizer, self.work, tokens, self.device, self.trained
+        found = sft(*given, *callbacks)
         if not found.args.packing:
             reasons = getattr(sys.modules.get("unsloth.utils.packing"), "_HYBRID_WARNED", ())
             raise RuntimeError(f"found packing refused, {sorted(reasons)}; wanted packing=True")

@@ -102,7 +102,7 @@ class Waits(TrainerCallback):
             torch.cuda.set_sync_debug_mode("warn" if state.global_step < STEPS - 1 else "default")
 
     def note(self, message: Any, category: Any, filename: str, line: int, *rest: Any) -> None:
-        if "synchronizing" in str(message):
+        if "called a synchronizing" in str(message):
             self.found.append(f"{filename}:{line}")
 
 
