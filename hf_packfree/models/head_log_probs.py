@@ -6,20 +6,23 @@ quantised or hooked, is called on chunks, and called again in the backward pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.base import size_of_linear
-from hf_packfree.models.head_loss import gathered
+from hf_packfree.models.head_loss import gathered, is_hooked_by_others
 from hf_packfree.models.linear_weights import compute_dtype
-from hf_packfree.models.plain_layers import is_hooked
+from hf_packfree.models.plain_layers import forward_of, is_hooked
 from hf_packfree.ops.backend import Target, needs_triton
 from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
 from hf_packfree.ops.loss.chunked_loss import rows_of_a_chunk
@@ -214,9 +217,57 @@ def layer_log_probs(
         backend: for a plain linear layer, see `linear_log_probs`; None or "upstream", which has no
             implementation: the fastest backend that runs on the device.
     """
-    plain = _plain(layer)
-    if plain is None or question.cap is not None:
-        return _called(hidden, layer, targets, question)
+    plain = None if question.cap is not None else _plain(layer)
+    compute = partial(_log_probs, layer, plain, targets, question, backend)
+    sharded = isinstance(layer, FSDPModule) and not is_hooked_by_others(layer)
+    if not sharded or getattr(layer, "_compiled_call_impl", None) is not None:
+        return compute(layer, hidden)
+    return _in_one_call(layer, hidden, compute, in_fp32=question.in_fp32)
+
+
+def _in_one_call(
+    layer: Any, hidden: Tensor, compute: Callable[..., TokenLogProbs], in_fp32: bool
+) -> TokenLogProbs:
+    """Compute in the place of a sharded layer's forward: FSDP2 gathers weights around that, and
+    again for the backward pass of what it returns. Around chunks, the backward pass of one would
+    free the weights with which the next one is computed again.
+    """
+    own, before = layer.forward, vars(layer).get("forward")
+    found: list[TokenLogProbs] = []
+
+    def forward(given: Tensor) -> tuple[Tensor | None, ...]:
+        def on_chunk(x: Tensor) -> Tensor:
+            logits: Tensor = own(x.to(given.dtype))
+            return logits
+
+        # FSDP2 has cast what is given
+        found.append(compute(on_chunk, hidden if in_fp32 else given))
+        return tuple(vars(found[0]).values())
+
+    layer.forward = forward
+    try:
+        layer(hidden)
+    finally:
+        del layer.forward
+        if before is not None:
+            layer.forward = before
+    return found[0]
+
+
+def _log_probs(
+    layer: Any,
+    plain: nn.Linear | None,
+    targets: Targets,
+    question: Question,
+    backend: str | None,
+    call: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+) -> TokenLogProbs:
+    """Return log-probabilities from the weights of a `plain` layer, or from logits, which `call`
+    computes of chunks.
+    """
+    if plain is None:
+        return _called(hidden, size_of_linear(layer)[0], call, targets, question)
     weight, bias = gathered(plain)
     return linear_log_probs(
         hidden.to(weight.device),
@@ -239,7 +290,10 @@ def _plain(layer: Any) -> nn.Linear | None:
         active = None if layer.disable_adapters else next(iter(layer.active_adapters), None)
         trained = layer.modules_to_save
         layer = trained[active] if active in trained else layer.original_module
-    plain = type(layer) is nn.Linear and not is_hooked(layer) and "forward" not in vars(layer)
+    # in the forward that FSDP2 gathers weights around
+    sharded = isinstance(layer, FSDPModule) and forward_of(layer) is nn.Linear.forward
+    hooked = is_hooked_by_others(layer) if sharded else is_hooked(layer)
+    plain = (type(layer) is nn.Linear or sharded) and not hooked and "forward" not in vars(layer)
     kinds = {type(one) for one in (layer.weight, layer.bias)} if plain else {None}
     return layer if kinds <= {nn.Parameter, Tensor, DTensor, type(None)} else None
 
@@ -250,8 +304,14 @@ def _fastest(hidden: Tensor) -> str:
     return "triton" if needs_triton(target) is None else "torch"
 
 
-def _called(hidden: Tensor, layer: Any, targets: Targets, question: Question) -> TokenLogProbs:
-    """Return log-probabilities from the layer's own forward, called on chunks of tokens."""
+def _called(
+    hidden: Tensor,
+    words: int,
+    call: Callable[[Tensor], Tensor],
+    targets: Targets,
+    question: Question,
+) -> TokenLogProbs:
+    """Return log-probabilities from logits [..., words], computed by calls on chunks of tokens."""
     shape, flat = hidden.shape[:-1], hidden.flatten(0, -2)
     chosen = targets.chosen()
     chosen = (targets.flat >= 0).nonzero()[:, 0] if chosen is None else chosen
@@ -259,9 +319,9 @@ def _called(hidden: Tensor, layer: Any, targets: Targets, question: Question) ->
     wide = torch.promote_types(x.dtype, torch.float32)
     temperature = torch.as_tensor(question.temperature, dtype=wide, device=x.device).expand(shape)
     inverse = temperature.reshape(-1)[chosen].reciprocal()
-    rows = rows_of_a_chunk(len(x), size_of_linear(layer)[0], x.device.type)
+    rows = rows_of_a_chunk(len(x), words, x.device.type)
     parts = [
-        _of_chunk(layer, question, x[part], wanted[part], inverse[part])
+        _of_chunk(call, question, x[part], wanted[part], inverse[part])
         for part in (slice(begin, begin + rows) for begin in range(0, max(len(x), 1), rows))
     ]
     values: Any = (
@@ -280,15 +340,19 @@ def _called(hidden: Tensor, layer: Any, targets: Targets, question: Question) ->
 
 
 def _of_chunk(
-    layer: Any, question: Question, x: Tensor, targets: Tensor, inverse: Tensor
+    call: Callable[[Tensor], Tensor],
+    question: Question,
+    x: Tensor,
+    targets: Tensor,
+    inverse: Tensor,
 ) -> tuple[Tensor | None, ...]:
     def run(x: Tensor) -> tuple[Tensor | None, ...]:
         kind = x.device.type
         if question.in_fp32:
             with torch.autocast(kind, enabled=False):
-                logits = layer(x.float())
+                logits = call(x.float())
         else:
-            logits = layer(x)
+            logits = call(x)
         if question.cap is not None:
             logits = (logits / question.cap).tanh() * question.cap
         found = measured(logits, targets, inverse, question.wanted)

@@ -288,12 +288,12 @@ def _why_called(name: str, layer: Any) -> str | None:
     sharded = isinstance(layer, FSDPModule) and forward_of(layer) is nn.Linear.forward
     if type(layer) is not nn.Linear and not sharded:
         return f"{name} is a {type(layer).__name__}"
-    if (_is_hooked_by_others if sharded else is_hooked)(layer) or "forward" in vars(layer):
+    if (is_hooked_by_others if sharded else is_hooked)(layer) or "forward" in vars(layer):
         return f"{name} has hooks or a forward of its own"
     return None
 
 
-def _is_hooked_by_others(layer: FSDPModule) -> bool:
+def is_hooked_by_others(layer: FSDPModule) -> bool:
     """Whether a sharded layer has other hooks than FSDP's."""
     fields = dict(vars(layer))
     for kind in ("_forward_hooks", "_forward_pre_hooks"):
