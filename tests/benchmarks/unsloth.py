@@ -20,8 +20,8 @@ leave time for; "slow_steps" of them all took 1.5 times as long. "unsloth-8k-qlo
 with bitsandbytes' NF4, as each documents it: ours is prepared by `prepare_model_for_kbit_training`,
 and TRL casts its adapters to bf16;
 "unsloth-8k-full-trainer" trains all weights, in fp32 under bf16 autocast, Unsloth's with
-`full_finetuning=True, float32_mixed_precision=True`, on rows of 16 equal documents, for which it
-compiles once. "unsloth-leak" times nothing:
+`full_finetuning=True, float32_mixed_precision=True`, on rows of 16 equal documents: in
+each step sizes are the same. "unsloth-leak" times nothing:
 "influence" is the largest change of documents' logits when the tokens of the others change, 0 where
 documents are kept apart.
 
