@@ -188,6 +188,9 @@ def whole(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     placements = [Partial("avg")] * parameter.device_mesh.ndim
+    if not torch.is_grad_enabled():
+        # torch 2.10 would take the gradient away from what it made, which it cannot of DTensors
+        parameter = parameter.detach()
     found: Tensor = parameter.full_tensor(grad_placements=placements)
     return found
 
