@@ -188,10 +188,9 @@ def whole(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     placements = [Partial("avg")] * parameter.device_mesh.ndim
-    if not torch.is_grad_enabled():
-        # torch 2.10 would take the gradient away from what it made, which it cannot of DTensors
-        parameter = parameter.detach()
-    found: Tensor = parameter.full_tensor(grad_placements=placements)
+    # in no_grad torch 2.10 takes the gradient away from what it made, which DTensors do not allow
+    sharded: Any = parameter if torch.is_grad_enabled() else parameter.detach()
+    found: Tensor = sharded.full_tensor(grad_placements=placements)
     return found
 
 
