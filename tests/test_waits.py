@@ -4,15 +4,20 @@ logged is what the Trainer itself would log.
 
 from __future__ import annotations
 
+import gc
 import math
+import pickle
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback
 
 from hf_packfree import PackFreeCallback
-from hf_packfree.trainer.waits import LossFilter, _Filtered, copy_without_waiting, trainer_of
+from hf_packfree.trainer import callback
+from hf_packfree.trainer.waits import _Filtered, copy_without_waiting, trainer_of
 from tests.support import tiny
 from tests.test_trainer import arguments, dataset
 
@@ -65,7 +70,7 @@ def test_the_log_is_the_trainers_own(added, every, summed, tmp_path, monkeypatch
     monkeypatch.setattr(torch, "isnan", lambda x: asked.append(type(x)) or finite(x))
     found = logged(trainer_with(added, tmp_path, [PackFreeCallback()], **more))
     assert {*asked} == {_Filtered}
-    monkeypatch.setattr(LossFilter, "put_on", lambda *_: None)
+    monkeypatch.setattr(callback, "filter_losses", lambda _: None)
     asked.clear()
     wanted = logged(trainer_with(added, tmp_path, [PackFreeCallback()], **more))
     assert {*asked} == {torch.Tensor}
@@ -100,23 +105,37 @@ def test_a_loop_of_a_trainers_own_is_given_the_loss_itself(tmp_path):
 
 
 class Interrupting(TrainerCallback):
-    """Stops the first training in its second step."""
+    """Stops the first training in its second step, and tries to pickle another callback."""
+
+    seen = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.seen = getattr(self, "seen", 0) + 1
+        self.seen += 1
         if self.seen == 2:
             raise KeyboardInterrupt
 
 
-def test_nothing_is_left_on_a_trainer(tmp_path):
+class Pickling(TrainerCallback):
+    """Pickles another callback in each step."""
+
+    def __init__(self, callback):
+        self.callback = callback
+
+    def on_step_end(self, *args, **kwargs):
+        pickle.dumps(self.callback)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_nothing_is_left_on_a_trainer(number, tmp_path):
     more = {"logging_nan_inf_filter": True, "max_steps": 3}
-    callbacks = [PackFreeCallback(), Interrupting()]
+    patching = [PackFreeCallback() for _ in range(number)]
+    callbacks = [*patching, Interrupting(), Pickling(patching[0])]
     trainer = trainer_with((), tmp_path, callbacks, **more)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    wrapped = vars(trainer)["training_step"]
+    assert vars(trainer)["training_step"].__wrapped__ == Disturbed.training_step.__get__(trainer)
     trainer.train()
-    assert wrapped.__wrapped__.__self__ is trainer and "training_step" not in vars(trainer)
+    assert "training_step" not in vars(trainer)
     # a method that somebody put on this trainer stays, whenever they did
     calls = []
 
@@ -127,6 +146,79 @@ def test_nothing_is_left_on_a_trainer(tmp_path):
     trainer.training_step = theirs
     trainer.train()
     assert vars(trainer)["training_step"] is theirs and calls
+
+
+class Wrapping(TrainerCallback):
+    """Puts its own method around a trainer's, for a training."""
+
+    def on_train_begin(self, *args, **kwargs):
+        self.step = step = self.trainer.training_step
+        self.trainer.training_step = lambda *args: step(*args)
+
+    def on_train_end(self, *args, **kwargs):
+        self.trainer.training_step = self.step
+
+
+def test_who_wraps_the_method_finds_no_more_of_ours_after_each_training(tmp_path):
+    wrapping = Wrapping()
+    more = {"logging_nan_inf_filter": True, "max_steps": 2}
+    wrapping.trainer = trainer = trainer_with((), tmp_path, [PackFreeCallback(), wrapping], **more)
+    for _ in range(3):
+        trainer.train()
+    depth, step = 0, vars(trainer)["training_step"]
+    while hasattr(step, "__wrapped__"):
+        depth, step = depth + 1, step.__wrapped__
+    assert depth == 1
+
+
+class Weighing(Disturbed):
+    """Notes each batch, without keeping it."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.batches.append(weakref.ref(inputs["input_ids"]))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def trained(callback, folder):
+    """Train; return weak references to batches, the trainer, its model and what this function
+    had.
+    """
+    mine = nn.Linear(1, 1)
+    more = {"logging_nan_inf_filter": True, "max_steps": 3}
+    trainer = trainer_with((), folder, [callback], Weighing, **more)
+    trainer.batches = []
+    trainer.train()
+    return [*trainer.batches, *map(weakref.ref, (trainer, trainer.model, mine))]
+
+
+def test_nothing_is_kept_even_where_nothing_collects_cycles(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        found = trained(PackFreeCallback(), tmp_path)
+        assert not [each() for each in found if each() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_callback_does_not_keep_the_trainer_of_an_interrupted_training(tmp_path):
+    callback = PackFreeCallback()
+    trainer = trainer_with((), tmp_path, [callback, Interrupting()], max_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    found = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert found() is None
+
+
+def test_a_filtered_loss_computes_as_any_tensor():
+    loss = torch.tensor(2.0).as_subclass(_Filtered)
+    assert torch.stack([loss, loss]).tolist() == [2.0, 2.0]
+    assert torch.add(torch.ones(()), other=loss) == 3 and not loss.isfinite().logical_not()
+    total = torch.ones(())
+    total += loss
+    assert type(total) is torch.Tensor and total == 3
 
 
 def test_the_trainer_is_the_one_that_calls(tmp_path):

@@ -32,7 +32,12 @@ from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.options import Options
 from hf_packfree.patching.report import patch_report
 from hf_packfree.trainer.training_run import TrainingRun
-from hf_packfree.trainer.waits import LossFilter, copy_without_waiting, trainer_of
+from hf_packfree.trainer.waits import (
+    copy_without_waiting,
+    filter_losses,
+    leave_losses,
+    trainer_of,
+)
 
 logger = logging.getLogger("hf_packfree")
 
@@ -121,7 +126,6 @@ class PackFreeCallback(TrainerCallback):
         self._context_parallel = context_parallel
         self._verify = verify_first_batch
         self._run: TrainingRun | None = None
-        self._losses: LossFilter | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -187,11 +191,11 @@ class PackFreeCallback(TrainerCallback):
         refuse_rows_cut_twice(model)
         _warn_of_unweighted_tokens(args, model)
         _warn_of_gradients_divided_twice()
-        # what a run that was interrupted left
-        self._leave()
+        if self._run is not None:
+            # a run that was interrupted left its hooks
+            self._run.break_off()
         if (trainer := trainer_of(args)) is not None:
-            self._losses = LossFilter(trainer)
-            self._losses.put_on()
+            filter_losses(trainer)
         smooths = args.label_smoothing_factor != 0
         self._run = TrainingRun(model, self._verify, smooths=smooths)
 
@@ -223,14 +227,9 @@ class PackFreeCallback(TrainerCallback):
         cut_rows_again(kwargs["model"])
         if self._run is not None:
             self._run.end()
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._run is not None:
-            self._run.break_off()
-        if self._losses is not None:
-            self._losses.take_off()
-        self._run = self._losses = None
+            self._run = None
+        if (trainer := trainer_of(args)) is not None:
+            leave_losses(trainer)
 
     def on_log(
         self,

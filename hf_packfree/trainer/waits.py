@@ -20,12 +20,17 @@ logger = logging.getLogger("hf_packfree")
 def trainer_of(args: TrainingArguments) -> Trainer | None:
     """Return the Trainer that calls a callback with `args`: no event names it."""
     frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and found.args is args:
-            return found
-        frame = frame.f_back
-    return None
+    try:
+        while frame is not None:
+            # a frame keeps what is read of its locals: nobody else's frames are asked
+            found = frame.f_locals.get("self") if frame.f_globals is vars(upstream) else None
+            if isinstance(found, Trainer) and found.args is args:
+                return found
+            frame = frame.f_back
+        return None
+    finally:
+        # or it would keep itself, and all that called it
+        del frame
 
 
 def copy_without_waiting(trainer: Trainer) -> None:
@@ -36,53 +41,54 @@ def copy_without_waiting(trainer: Trainer) -> None:
         trainer.accelerator.dataloader_config.non_blocking = True
 
 
-class LossFilter:
-    """Does what `logging_nan_inf_filter=True` asks for: in the place of a loss that is not finite,
-    the mean of those since the last log is logged. The Trainer would wait for each loss, to choose;
-    here the device chooses, and the same numbers are logged.
+def filter_losses(trainer: Trainer) -> None:
+    """Do what `logging_nan_inf_filter=True` asks for, in one training: in the place of a loss that
+    is not finite, the mean of those since the last log is logged. The Trainer would wait for each
+    loss, to choose; now the device chooses, and the same numbers are logged.
 
-    Args:
-        trainer: whose loop, and nobody else, is given what to log.
+    The Trainer of transformers 5.2, whose sum of losses is a local variable, goes on to wait, and
+    so do loops of a trainer's own.
+    """
+    leave_losses(trainer)
+    if not trainer.args.logging_nan_inf_filter:
+        return
+    if hasattr(trainer, "_tr_loss") and hasattr(trainer, "_globalstep_last_logged"):
+        vars(trainer)["training_step"] = _FilteredStep(trainer)
+        return
+    logger.info(
+        "the Trainer of this release of transformers waits for the GPU in each step, to leave "
+        "losses that are not finite out of its logs; install transformers 5.3 or later, or set "
+        "logging_nan_inf_filter=False"
+    )
+
+
+def leave_losses(trainer: Trainer) -> None:
+    """End what `filter_losses` began."""
+    own = vars(trainer)
+    step = own.get("training_step")
+    if isinstance(step, _FilteredStep):
+        del own["training_step"]
+        if step.before is not None:
+            own["training_step"] = step.before
+
+
+class _FilteredStep:
+    """In the place of a trainer's `training_step`, whose loop, and nobody else, is given what it is
+    to log.
+
+    Attributes:
+        before: what stood in that place on the trainer itself, or None.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer: Any = trainer
-        self._before: Any = None
-        self._put_on: Any = None
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._step = trainer, trainer.training_step
+        self.before = vars(trainer).get("training_step")
+        functools.update_wrapper(self, self._step)
 
-    def put_on(self) -> None:
-        """Begin a training. That of transformers 5.2, whose sum of losses is a local variable, goes
-        on to wait; so do loops of a trainer's own.
-        """
-        trainer = self._trainer
-        if not trainer.args.logging_nan_inf_filter:
-            return
-        if not (hasattr(trainer, "_tr_loss") and hasattr(trainer, "_globalstep_last_logged")):
-            logger.info(
-                "the Trainer of this release of transformers waits for the GPU in each step, to "
-                "leave losses that are not finite out of its logs; install transformers 5.3 or "
-                "later, or set logging_nan_inf_filter=False"
-            )
-            return
-        step, self._before = trainer.training_step, vars(trainer).get("training_step")
-
-        @functools.wraps(step)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            loss, frame = step(*args, **kwargs), inspect.currentframe()
-            caller = None if frame is None else frame.f_back
-            asks = caller is not None and caller.f_globals is vars(upstream)
-            return self._filtered(loss) if asks else loss
-
-        self._put_on = trainer.training_step = training_step
-
-    def take_off(self) -> None:
-        """End a training."""
-        own = vars(self._trainer)
-        if self._put_on is not None and own.get("training_step") is self._put_on:
-            del own["training_step"]
-            if self._before is not None:
-                own["training_step"] = self._before
-        self._put_on = None
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss, filtered for the Trainer's loop."""
+        loss = self._step(*args, **kwargs)
+        return self._filtered(loss) if _is_called_by_upstream() else loss
 
     def _filtered(self, loss: Any) -> Any:
         """Return what the Trainer is to add to the losses since the last log, by its formula."""
@@ -92,6 +98,17 @@ class LossFilter:
             return loss
         mean = total / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean).as_subclass(_Filtered)
+
+
+def _is_called_by_upstream() -> bool:
+    """Whether what calls this was called by transformers' Trainer."""
+    frame = inspect.currentframe()
+    try:
+        for _ in range(2):
+            frame = None if frame is None else frame.f_back
+        return frame is not None and frame.f_globals is vars(upstream)
+    finally:
+        del frame
 
 
 class _Filtered(Tensor):
@@ -104,5 +121,5 @@ class _Filtered(Tensor):
         """As for any tensor; `isnan` and `isinf` answer `False`, which is on the host."""
         if func in (torch.isnan, torch.isinf):
             return False
-        plain = [x.as_subclass(Tensor) if isinstance(x, cls) else x for x in args]
-        return func(*plain, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

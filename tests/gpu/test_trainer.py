@@ -12,7 +12,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_packfree import PackFreeCallback
-from hf_packfree.trainer import callback, waits
+from hf_packfree.trainer import callback
 from tests.benchmarks.models import put_lora_on
 from tests.gpu.checks import DEVICE, TRIAL, gpu
 from tests.gpu.small import NARROW, small
@@ -122,7 +122,7 @@ def waits_of(folder: Any, monkeypatch: Any, lora: bool) -> list[str]:
 def test_no_step_waits_for_the_gpu(tmp_path, monkeypatch, lora):
     assert not waits_of(tmp_path, monkeypatch, lora)
     # the control: the Trainer copies two batches and asks of two losses in each step
-    monkeypatch.setattr(waits.LossFilter, "put_on", lambda _: None)
+    monkeypatch.setattr(callback, "filter_losses", lambda _: None)
     monkeypatch.setattr(callback, "copy_without_waiting", lambda _: None)
     found = waits_of(tmp_path, monkeypatch, lora)
     assert len(found) >= 4 * (STEPS // 2 - 1), found

@@ -17,7 +17,7 @@ from hf_packfree import PackFreeCallback, apply_patches
 from hf_packfree.models import vision_attention, vision_language
 from hf_packfree.packing import PackedSequence
 from hf_packfree.patching.registry import FAMILIES
-from hf_packfree.trainer.waits import LossFilter
+from hf_packfree.trainer import callback
 from tests.input_formats import row_batch
 from tests.support import ROW, tiny, trunk_of
 from tests.vision import documents, packed_batch, padded_batch, tiny_vision
@@ -186,7 +186,7 @@ def test_layers_of_other_families_never_wait(family, monkeypatch):
 def test_between_steps_the_trainer_waits_for_nothing(by, tmp_path, monkeypatch):
     """What docs/fast.md says: by itself it waits for each loss, to filter it."""
     if by == "the Trainer":
-        monkeypatch.setattr(LossFilter, "put_on", lambda _: None)
+        monkeypatch.setattr(callback, "filter_losses", lambda _: None)
     waits, between = Waits(), []
 
     class Counting(Trainer):
