@@ -12,12 +12,14 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from hf_packfree.errors import LeakDetected, PatchConflict
 from hf_packfree.mtp import MTPOptions
+from hf_packfree.trainer import callback
 from hf_packfree.trainer.flops import FlopsPerToken, peak_of
 from tests.support import (
     CONTROL,
@@ -288,6 +290,19 @@ def test_it_warns_of_noise_that_depends_on_the_length_of_a_row(alpha, caplog):
     given = SimpleNamespace(**vars(of_a_trainer()), neftune_noise_alpha=alpha)
     PackFreeCallback().on_init_end(given, None, None, model=tiny())
     assert ("found neftune_noise_alpha=5.0" in caplog.text) == (alpha is not None)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [Trainer, type("TRLs", (Trainer,), {"compute_loss": len})])
+@pytest.mark.parametrize("shard", [False, True])
+def test_it_warns_of_labels_that_are_not_shifted(
+    smoothing, kind, shard, one_rank, caplog, monkeypatch
+):
+    model = fully_shard(tiny()) if shard else tiny()
+    monkeypatch.setattr(callback, "trainer_of", lambda args: object.__new__(kind))
+    callback._warn_of_labels_in_place(SimpleNamespace(label_smoothing_factor=smoothing), model)
+    warns = bool(smoothing) and kind is Trainer and shard
+    assert ("every token is its own target" in caplog.text) == warns
 
 
 KEEPS = "which PackFreeCallback keeps"

@@ -109,8 +109,10 @@ def ahead(call: Call) -> Meanwhile | None:
     # inference tensors do not tell whether they were changed
     if positions.shape != given.shape[:2] or positions.is_inference() or given.is_inference():
         return None
-    # ranks that embed a row a second time would gather a sharded embedding once more
-    if type(getattr(trunk.get_input_embeddings(), "weight", None)) not in (Tensor, nn.Parameter):
+    # ranks that embed a row a second time would gather a sharded embedding once more; PEFT's token
+    # adapters compute `weight` when it is read
+    kinds = {type(one) for one in trunk.get_input_embeddings().parameters()}
+    if not kinds or not kinds <= {Tensor, nn.Parameter}:
         return None
     return partial(runner.run_ahead, partial(_embed, trunk), given, positions)
 

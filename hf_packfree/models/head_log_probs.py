@@ -84,7 +84,7 @@ def token_log_probs(
     Raises:
         UnsupportedInput: the model's logits are not its last layer's output for the last hidden
             states; a model's output has no lazy logits, or they were read; hidden states come
-            without a head.
+            without a head; a last layer that FSDP2 shards has hooks, or is compiled.
 
     Examples:
         >>> import torch
@@ -219,10 +219,19 @@ def layer_log_probs(
     """
     plain = None if question.cap is not None else _plain(layer)
     compute = partial(_log_probs, layer, plain, targets, question, backend)
-    sharded = isinstance(layer, FSDPModule) and not is_hooked_by_others(layer)
-    if not sharded or getattr(layer, "_compiled_call_impl", None) is not None:
+    if not isinstance(layer, FSDPModule):
         return compute(layer, hidden)
+    _refuse_calls_by_others(layer)
     return _in_one_call(layer, hidden, compute, in_fp32=question.in_fp32)
+
+
+def _refuse_calls_by_others(layer: Any) -> None:
+    if is_hooked_by_others(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
+        raise UnsupportedInput(
+            "found hooks on a last layer that FSDP2 shards, or one that is compiled; wanted its "
+            "forward alone, since it is called once, and by all ranks; remove them, or take "
+            "log_softmax of the model's own logits"
+        )
 
 
 def _in_one_call(
@@ -233,6 +242,7 @@ def _in_one_call(
     free the weights with which the next one is computed again.
     """
     own, before = layer.forward, vars(layer).get("forward")
+    state = layer._get_fsdp_state()
     found: list[TokenLogProbs] = []
 
     def forward(given: Tensor) -> tuple[Tensor | None, ...]:
@@ -240,13 +250,19 @@ def _in_one_call(
             logits: Tensor = own(x.to(given.dtype))
             return logits
 
+        # of layers that are sharded together, FSDP2 waits for the last: after the model's forward
+        # nobody else is to come
+        state._modules_to_run_forward.intersection_update({layer})
         # FSDP2 has cast what is given
-        found.append(compute(on_chunk, hidden if in_fp32 else given))
+        x = given if is_alone else hidden.to(given.dtype)
+        found.append(compute(on_chunk, hidden if in_fp32 else x))
         return tuple(vars(found[0]).values())
 
+    # else their gradients would be reduced before those of the layers before are there
+    is_alone = len(state._modules) == 1
     layer.forward = forward
     try:
-        layer(hidden)
+        layer(hidden if is_alone else hidden.detach())
     finally:
         del layer.forward
         if before is not None:

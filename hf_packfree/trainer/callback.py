@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.distributed.fsdp import FSDPModule
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.models.compat import LOSS_WITH_MEDIA_TAKES_NO_COUNT, RELEASE
@@ -190,6 +197,7 @@ class PackFreeCallback(TrainerCallback):
         _refuse_unpatched(model, wants_head=self._options.mtp is not None)
         refuse_rows_cut_twice(model)
         _warn_of_unweighted_tokens(args, model)
+        _warn_of_labels_in_place(args, model)
         _warn_of_gradients_divided_twice()
         if self._run is not None:
             # a run that was interrupted left its hooks
@@ -322,6 +330,24 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
             type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__,
             args.gradient_accumulation_steps,
             "install transformers 5.17 or later, and " if LOSS_WITH_MEDIA_TAKES_NO_COUNT else "",
+        )
+
+
+def _warn_of_labels_in_place(args: TrainingArguments, model: nn.Module) -> None:
+    """Warn of label smoothing under FSDP2: the Trainer shifts labels of classes that it knows by
+    name, and FSDP2 gives the model's class another.
+    """
+    trainer = trainer_of(args)
+    own = trainer is not None and type(trainer).compute_loss is Trainer.compute_loss
+    # PEFT's models are looked into
+    renamed = isinstance(model, FSDPModule) and not hasattr(model, "get_base_model")
+    if args.label_smoothing_factor != 0 and own and renamed:
+        logger.warning(
+            "found label_smoothing_factor=%s of a %s, as FSDP2 names its class, whose labels "
+            "transformers' Trainer does not shift: every token is its own target; wanted the next "
+            "token; set label_smoothing_factor=0, or train with TRL's SFTTrainer",
+            args.label_smoothing_factor,
+            type(model).__name__,
         )
 
 

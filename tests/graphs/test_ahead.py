@@ -33,6 +33,7 @@ from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.bounded import on_host
 from hf_packfree.packing.opaque import replaced
 from tests.graphs import on_cpu
+from tests.integrations.marks import needs
 from tests.support import GRADIENT_TOL, LOGIT_TOL, relative_rms, runner_of
 
 ROWS = (55, 2), (3, 54), (30, 20, 7), (9, 9, 9, 9, 21), (19, 19, 19)
@@ -237,6 +238,30 @@ def test_a_row_is_embedded_once(model, changed, monkeypatch):
     for lengths in (ROWS[0], ONE_TOKEN_AT_THE_END, ROWS[1]):
         step(model, lengths)
     assert len(embedded) == len(launched) == 3
+
+
+@needs("peft")
+@pytest.mark.filterwarnings("default")
+def test_weights_that_adapters_of_tokens_compute_are_not_read(model, monkeypatch):
+    """PEFT's `trainable_token_indices` copies the whole embedding where its weight is read, which
+    raises under FSDP2.
+    """
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+
+    options = {"target_modules": ["q_proj", "v_proj"], "trainable_token_indices": [5, 6, 7]}
+    trained = get_peft_model(model, LoraConfig(**options)).train()
+    for seed, lengths in enumerate(ROWS):
+        step(trained, lengths, seed)
+    computed, launched = [], _launches(monkeypatch)
+    merged = TrainableTokensLayer.get_merged_weights
+    monkeypatch.setattr(
+        TrainableTokensLayer,
+        "get_merged_weights",
+        lambda *args: computed.append(0) or merged(*args),
+    )
+    step(trained, ROWS[0])
+    assert len(computed) == len(launched) == 1
 
 
 def test_inference_tensors_are_trained_on(model, monkeypatch):

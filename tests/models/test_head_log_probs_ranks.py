@@ -4,29 +4,45 @@ one process, values and gradients.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from hf_packfree import apply_patches, token_log_probs
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models import head_log_probs
 from tests.models.test_head_loss import GRADIENT_TOL, packed_batch
 from tests.models.test_head_loss_ranks import LENGTHS, WRAPPED
+from tests.models.test_head_loss_ranks import sharded as by_layer
 from tests.ranks import two_ranks
 from tests.support import LOGIT_TOL, relative_rms, tiny, worst_gradient
 
-WAYS = ["with the rest", "alone", "with the norm"]
+
+def tied(model: Any) -> None:
+    """As accelerate 1.15 does for a model whose head is its embedding."""
+    parts = [model.model.norm, model.model.embed_tokens, model.lm_head]
+    fully_shard(parts, reshard_after_forward=False)
+
+
+TIED, SHARDED = (
+    "with the norm, tied",
+    WRAPPED | {"with the norm, tied": partial(by_layer, last=tied)},
+)
+WAYS = ["with the rest", "alone", "with the norm", TIED]
 """Where FSDP2 keeps the head; accelerate keeps it with the norm."""
 ASKED = ["hidden states", "lazy logits"]
 ASKED += ["TRL", "TRL in fp32"] if find_spec("trl") else []
 CASES = [(what, way) for what in ASKED for way in WAYS]
 # a layer that is called gathers its weights by itself, or not at all
 CALLED = ["softcap", *(["adapters on the head"] if find_spec("peft") else [])]
-CASES += [(what, way) for what in CALLED for way in WAYS[1:]]
+CASES += [(what, way) for what in CALLED for way in WAYS[1:3]]
 
 
 def ask(model: Any, batch: dict[str, Any], what: str) -> Any:
@@ -47,62 +63,79 @@ def backward(found: Any) -> dict[str, torch.Tensor]:
     return {"log_probs": found.log_probs.detach(), "entropy": found.entropy.detach()}
 
 
-def sharded(rank: int, what: str, way: str | None) -> dict[str, Any]:
-    """A rank's documents in a model whose weights FSDP2 shards, or in one of its own."""
-    # ranks have another number of chunks each
-    head_log_probs.rows_of_a_chunk = lambda *_: 7
-    model = apply_patches(tiny())
+def made(what: str, is_tied: bool) -> Any:
+    """Return the patched model that is asked."""
+    model = tiny()
+    if is_tied:
+        model.config.tie_word_embeddings = True
+        model.lm_head.weight = model.model.embed_tokens.weight
+    apply_patches(model)
     if what.startswith("TRL"):
         from trl.trainer.utils import add_fused_lm_head
 
-        add_fused_lm_head(
-            model,
-            outputs=("log_probs", "entropy"),
-            temperature=0.7,
-            cast_lm_head_to_fp32=what == "TRL in fp32",
-        )
+        options = {"temperature": 0.7, "cast_lm_head_to_fp32": what == "TRL in fp32"}
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"), **options)
     if what == "softcap":
         model.config.final_logit_softcapping = 3.0
     if what == "adapters on the head":
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)
-        get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
-    wrapped = WRAPPED[way](model) if way else model
-    values = backward(ask(wrapped, packed_batch(LENGTHS[rank]), what))
+        options = {"r": 4, "target_modules": ["lm_head"], "init_lora_weights": False}
+        get_peft_model(model, LoraConfig(**options))
+    return model
+
+
+def sharded(rank: int, what: str, way: str | None, is_tied: bool) -> dict[str, Any]:
+    """A rank's documents in a model whose weights FSDP2 shards, or in one of its own: forward
+    passes before as many backward passes, and another of both after a step.
+    """
+    # ranks have another number of chunks each
+    head_log_probs.rows_of_a_chunk = lambda *_: 7
+    model, batch = made(what, is_tied), packed_batch(LENGTHS[rank])
+    wrapped = SHARDED[way](model) if way else model
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.01)
+    # what lazy logits read may be gone after the first
+    asked = [ask(wrapped, batch, what) for _ in range(1 if what == "lazy logits" else 2)]
+    values = [backward(each) for each in asked][0]
     grads = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained.items():
+        if not isinstance(parameter.grad, DTensor):
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= 2
         grad = parameter.grad
-        if grad is None:
-            continue
-        if not isinstance(grad, DTensor):
-            torch.distributed.all_reduce(grad)
-        grads[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad / 2
-    return values | {"grads": grads}
+        grads[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    later = backward(ask(wrapped, batch, what))
+    return values | {f"{name}, later": one for name, one in later.items()} | {"grads": grads}
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """What two ranks found, {(what was asked, where FSDP2 keeps the head): each rank's}; None:
-    without FSDP2.
+    """What two ranks found, {(what was asked, where FSDP2 keeps the head, whether that is the
+    embedding): each rank's}; None: without FSDP2.
     """
-    alone = [(what, None) for what in dict.fromkeys(what for what, _ in CASES)]
-    cases = [*alone, *CASES]
+    names = dict.fromkeys(what for what, _ in CASES)
+    cases = [(what, way, way == TIED) for what, way in CASES]
+    cases += [(what, None, is_tied) for what in names for is_tied in (False, True)]
     return dict(zip(cases, two_ranks(sharded, cases, tmp_path_factory.mktemp("ranks"))))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "way"), CASES)
 def test_fsdp2(ran, what, way):
-    for found, wanted in zip(ran[what, way], ran[what, None]):
-        for name in ("log_probs", "entropy"):
-            assert relative_rms(found[name], wanted[name]) <= LOGIT_TOL
+    is_tied = way == TIED
+    for found, wanted in zip(ran[what, way, is_tied], ran[what, None, is_tied]):
+        for name in ("log_probs", "entropy", "log_probs, later", "entropy, later"):
+            assert relative_rms(found[name], wanted[name]) <= LOGIT_TOL, name
         assert worst_gradient(found["grads"], wanted["grads"]) <= GRADIENT_TOL
 
 
 @pytest.mark.slow
 def test_lazy_logits_have_what_hidden_states_have(ran):
-    for found, other in zip(ran["lazy logits", None], ran["hidden states", None]):
+    for found, other in zip(ran["lazy logits", None, False], ran["hidden states", None, False]):
         assert relative_rms(found["log_probs"], other["log_probs"]) <= LOGIT_TOL
 
 
@@ -132,3 +165,18 @@ def test_context_parallelism(tmp_path):
         found = torch.cat([one[name] for one in both], 1)[:, : alone[0][name].shape[1]]
         assert relative_rms(found, alone[0][name]) <= LOGIT_TOL
     assert worst_gradient(both[0]["grads"], alone[0]["grads"]) <= GRADIENT_TOL
+
+
+# FSDP2 warns of views that leave a model
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("others", [False, True])
+def test_a_sharded_head_with_hooks_is_refused(one_rank, others):
+    """It would be called on chunks, of which ranks may have another number."""
+    model, batch = apply_patches(tiny()), packed_batch(LENGTHS[0])
+    WRAPPED["alone"](model)
+    if others:
+        model.lm_head.register_forward_hook(lambda *_: None)
+    refused = pytest.raises(UnsupportedInput, match="found hooks on a last layer that FSDP2")
+    with refused if others else nullcontext():
+        ask(model, batch, "hidden states")
+    assert "forward" not in vars(model.lm_head)

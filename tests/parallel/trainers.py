@@ -277,3 +277,6 @@ def sharding(self, *args, fsdp_plugin=None, **kwargs) -> None:
     if fsdp_plugin is not None:
         self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if self.mixed_precision != "no":
+            # as on GPUs
+            fsdp_plugin.set_mixed_precision(self.mixed_precision)
