@@ -109,6 +109,7 @@ class DeferredLayer:
         self.returned: Tensor | None = None
         self.loss_backend: Any = None
         self.until_loss = False
+        self._keeps_weights = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of hidden states [..., D], lazy if they are a product with
@@ -117,7 +118,7 @@ class DeferredLayer:
         layer = self._layer
         # a hook of the text model may have changed the layer since
         if _why_called(self._name, layer) is None:
-            with _InPlaceOfProduct(layer, self._multiplied):
+            with _InPlaceOfProduct(layer, self._multiplied), self._keep_weights():
                 # FSDP's hooks around the layer's forward gather the weights
                 self.returned = layer(hidden)
             return self.returned
@@ -147,17 +148,27 @@ class DeferredLayer:
         return self.made
 
     @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Within the block, gather again the weights that FSDP freed after the layer's forward."""
+    def _keep_weights(self) -> Iterator[None]:
+        """Let FSDP2 keep what it gathers in the block, for the loss, see `leave`: others may run
+        their rows as upstream does, which gathers weights once in a forward pass.
+        """
         layer = self._layer
-        gone = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
-        if gone:
-            layer.unshard()
+        group = layer._get_fsdp_state()._fsdp_param_group if isinstance(layer, FSDPModule) else None
+        if group is None or not self.until_loss or group.post_forward_mesh_info is None:
+            yield
+            return
+        frees, group.post_forward_mesh_info = group.post_forward_mesh_info, None
         try:
             yield
         finally:
-            if gone:
-                layer.reshard()
+            group.post_forward_mesh_info = frees
+        self._keeps_weights = True
+
+    def leave(self) -> None:
+        """End the call, once its loss is computed."""
+        if self._keeps_weights:
+            self._layer.reshard()
+            self._keeps_weights = False
 
 
 class _InPlaceOfProduct(TorchFunctionMode):
@@ -213,13 +224,17 @@ class LossOfCall:
         """Return the loss; lazy logits stay unread if the loss can be computed without them."""
         kwargs |= self._keywords
         lazy = None if self.deferred is None else self.deferred.made
-        if lazy is not None:
-            head_scales(lazy, False)
-            given = _UPSTREAM.bind(*args, **kwargs).arguments
-            loss = self._without_logits(lazy, given)
-            if loss is not None:
-                return loss
-        return self._function(*args, **kwargs)
+        try:
+            if lazy is not None:
+                head_scales(lazy, False)
+                given = _UPSTREAM.bind(*args, **kwargs).arguments
+                loss = self._without_logits(lazy, given)
+                if loss is not None:
+                    return loss
+            return self._function(*args, **kwargs)
+        finally:
+            if self.deferred is not None:
+                self.deferred.leave()
 
     def _without_logits(self, logits: Any, given: dict[str, Any]) -> Tensor | None:
         """Return the result of transformers' `ForCausalLMLoss` for these arguments, or None if that
@@ -242,8 +257,7 @@ class LossOfCall:
         if not logits.is_cuda and bool((targets.flat >= logits.shape[-1]).any()):
             # transformers' loss raises on a CPU; on a GPU the loss is NaN
             return None
-        with self.deferred.whole_weights():
-            total = loss_of(logits, targets, self.deferred.loss_backend)
+        total = loss_of(logits, targets, self.deferred.loss_backend)
         items = given.get("num_items_in_batch")
         # without targets, the mean is zero here, and so are its gradients
         if items is None:

@@ -136,3 +136,35 @@ def test_a_loss_that_raises_leaves_the_head_sharded(monkeypatch, one_rank):
         patch.setattr(head_loss, "loss_of", lambda *_: 1 / 0)
         model(**batch)
     assert isinstance(model.lm_head.weight, DTensor)
+
+
+def uneven(rank: int, way: str | None) -> dict[str, Any]:
+    """Two steps where one rank's row is a document alone, which runs as upstream runs it."""
+    model = apply_patches(tiny())
+    wrapped = WRAPPED[way](model) if way else model
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(wrapped(**packed_batch(UNEVEN[rank])).loss.item())
+        loss = wrapped(**packed_batch(UNEVEN[rank])).loss
+        loss.backward()
+        losses.append(loss.item())
+        for parameter in () if way else model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses}
+
+
+UNEVEN = ((3,), (15, 64))
+SHARDED = ["with the rest", "alone", "with the norm"]
+
+
+@pytest.mark.slow
+def test_ranks_with_other_kinds_of_rows_gather_alike(tmp_path):
+    """Ranks that gather another number of times wait for each other for ever, or mix weights."""
+    wanted, *every = two_ranks(uneven, [(None,), *((way,) for way in SHARDED)], tmp_path)
+    for way, ranks in zip(SHARDED, every, strict=True):
+        for found, alone in zip(ranks, wanted, strict=True):
+            assert found["losses"] == pytest.approx(alone["losses"], rel=LOSS_TOL), way
