@@ -295,12 +295,10 @@ def test_it_warns_of_noise_that_depends_on_the_length_of_a_row(alpha, caplog):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("kind", [Trainer, type("TRLs", (Trainer,), {"compute_loss": len})])
 @pytest.mark.parametrize("shard", [False, True])
-def test_it_warns_of_labels_that_are_not_shifted(
-    smoothing, kind, shard, one_rank, caplog, monkeypatch
-):
-    model = fully_shard(tiny()) if shard else tiny()
-    monkeypatch.setattr(callback, "trainer_of", lambda args: object.__new__(kind))
-    callback._warn_of_labels_in_place(SimpleNamespace(label_smoothing_factor=smoothing), model)
+def test_it_warns_of_labels_that_are_not_shifted(smoothing, kind, shard, one_rank, caplog):
+    model, trainer = fully_shard(tiny()) if shard else tiny(), object.__new__(kind)
+    trainer.args = SimpleNamespace(label_smoothing_factor=smoothing)
+    callback._warn_of_labels_in_place(trainer, model)
     warns = bool(smoothing) and kind is Trainer and shard
     assert ("every token is its own target" in caplog.text) == warns
 

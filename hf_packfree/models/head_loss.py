@@ -149,8 +149,8 @@ class DeferredLayer:
 
     @contextmanager
     def _keep_weights(self) -> Iterator[None]:
-        """Let FSDP2 keep what it gathers in the block, for the loss, see `leave`: others may run
-        their rows as upstream does, which gathers weights once in a forward pass.
+        """Let FSDP2 keep what it gathers in the block for the loss, until `leave`: other ranks may
+        run their rows as upstream does, which gathers weights once in a forward pass.
         """
         layer = self._layer
         group = layer._get_fsdp_state()._fsdp_param_group if isinstance(layer, FSDPModule) else None

@@ -197,12 +197,12 @@ class PackFreeCallback(TrainerCallback):
         _refuse_unpatched(model, wants_head=self._options.mtp is not None)
         refuse_rows_cut_twice(model)
         _warn_of_unweighted_tokens(args, model)
-        _warn_of_labels_in_place(args, model)
         _warn_of_gradients_divided_twice()
         if self._run is not None:
             # a run that was interrupted left its hooks
             self._run.break_off()
         if (trainer := trainer_of(args)) is not None:
+            _warn_of_labels_in_place(trainer, model)
             filter_losses(trainer)
         smooths = args.label_smoothing_factor != 0
         self._run = TrainingRun(model, self._verify, smooths=smooths)
@@ -333,20 +333,19 @@ def _warn_of_unweighted_tokens(args: TrainingArguments, model: Any) -> None:
         )
 
 
-def _warn_of_labels_in_place(args: TrainingArguments, model: nn.Module) -> None:
+def _warn_of_labels_in_place(trainer: Trainer, model: nn.Module) -> None:
     """Warn of label smoothing under FSDP2: the Trainer shifts labels of classes that it knows by
     name, and FSDP2 gives the model's class another.
     """
-    trainer = trainer_of(args)
-    own = trainer is not None and type(trainer).compute_loss is Trainer.compute_loss
+    smoothing = trainer.args.label_smoothing_factor
+    smooths = smoothing != 0 and type(trainer).compute_loss is Trainer.compute_loss
     # PEFT's models are looked into
-    renamed = isinstance(model, FSDPModule) and not hasattr(model, "get_base_model")
-    if args.label_smoothing_factor != 0 and own and renamed:
+    if smooths and isinstance(model, FSDPModule) and not hasattr(model, "get_base_model"):
         logger.warning(
             "found label_smoothing_factor=%s of a %s, as FSDP2 names its class, whose labels "
             "transformers' Trainer does not shift: every token is its own target; wanted the next "
             "token; set label_smoothing_factor=0, or train with TRL's SFTTrainer",
-            args.label_smoothing_factor,
+            smoothing,
             type(model).__name__,
         )
 
