@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from hf_packfree.errors import UnsupportedInput
@@ -166,12 +167,15 @@ class _Forward:
 
     def __call__(self, head: Any, **row: Any) -> Any:
         """Run upstream's forward on a row [1, T]; return None for a batch that upstream runs as it
-        came.
+        came, unless FSDP2 shards the last layer by itself.
         """
         self.row = row
-        if type(head) is not HeadOfCall:
-            return None
         call: Any = head
+        if type(head) is not HeadOfCall:
+            # of a sharded head, ranks with packed rows gather the weights otherwise than TRL does
+            if not isinstance(last_layer(self.head)[1], FSDPModule):
+                return None
+            call = HeadOfCall(self.head, {})
         name, layer = last_layer(self.head)
         self.shape = row["labels"].shape
         # the targets are counted while the model runs

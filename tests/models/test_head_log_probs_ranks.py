@@ -167,6 +167,32 @@ def test_context_parallelism(tmp_path):
     assert worst_gradient(both[0]["grads"], alone[0]["grads"]) <= GRADIENT_TOL
 
 
+def uneven(rank: int, way: str | None) -> dict[str, Any]:
+    """What TRL's head says of a document alone on one rank, which upstream would run, and of packed
+    ones on the other.
+    """
+    head_log_probs.rows_of_a_chunk = lambda *_: 7
+    model = made("TRL", is_tied=False)
+    batch = packed_batch(((15,), (40, 3, 57))[rank])
+    values = backward(ask(SHARDED[way](model) if way else model, batch, "TRL"))
+    grad: Any = model.lm_head.weight.grad
+    if way is None:
+        torch.distributed.all_reduce(grad)
+        grad /= 2
+    return values | {"grad": grad.full_tensor() if isinstance(grad, DTensor) else grad}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("trl"), reason="trl not installed")
+def test_ranks_with_other_kinds_of_rows(tmp_path):
+    ways = ["alone", "with the norm"]
+    wanted, *every = two_ranks(uneven, [(None,), *((way,) for way in ways)], tmp_path)
+    for way, ranks in zip(ways, every, strict=True):
+        for found, alone in zip(ranks, wanted, strict=True):
+            assert relative_rms(found["log_probs"], alone["log_probs"]) <= LOGIT_TOL, way
+            assert relative_rms(found["grad"], alone["grad"]) <= GRADIENT_TOL, way
+
+
 # FSDP2 warns of views that leave a model
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("others", [False, True])
