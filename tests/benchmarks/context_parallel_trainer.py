@@ -10,6 +10,7 @@ median of the last steps, "losses" are what the Trainer logged, which FSDP2 roun
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tempfile
@@ -32,7 +33,7 @@ from tests.benchmarks.context_parallel_ranks import group_of, results_of_ranks
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import build, put_lora_on
 from tests.benchmarks.shapes import SHAPES
-from tests.benchmarks.timing import end_if_failed, free, parser_of
+from tests.benchmarks.timing import Results, end_if_failed, free, parser_of
 from tests.benchmarks.trainers import StepTimes
 
 STEPS, WARMUP, DOCUMENTS = 6, 3, 8
@@ -126,16 +127,21 @@ def on(device: str) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Measure the rows."""
-    parser = parser_of(__doc__)
+@contextmanager
+def results_on_ranks(name: str, about: str | None) -> Iterator[tuple[argparse.Namespace, Results]]:
+    """Yield a script's options, and where this rank writes its rows, in torchrun's group."""
+    parser = parser_of(about)
     parser.add_argument("--resume", action="store_true", help="leave out rows that the file holds")
     options = parser.parse_args()
     with group_of(options.device), on(options.device):
-        results = results_of_ranks(
-            options.out, "context_parallel_trainer", options.only, resume=options.resume
-        )
+        results = results_of_ranks(options.out, name, options.only, resume=options.resume)
         results.add({"workload": "machine", "variant": "", **machine(options.device)})
+        yield options, results
+
+
+def main() -> None:
+    """Measure the rows."""
+    with results_on_ranks("context_parallel_trainer", __doc__) as (options, results):
         for kind in ("full", "recomputed", "lora"):
             for way in WAYS:
                 measured = partial(measure, way, kind, options.device, options.tiny)

@@ -19,11 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_packfree import PackFreeCallback
-from tests.benchmarks.context_parallel_ranks import group_of, results_of_ranks
-from tests.benchmarks.context_parallel_trainer import on
-from tests.benchmarks.machine import machine
+from tests.benchmarks.context_parallel_trainer import results_on_ranks
 from tests.benchmarks.shapes import SHAPES
-from tests.benchmarks.timing import end_if_failed, free, parser_of
+from tests.benchmarks.timing import end_if_failed, free
 from tests.benchmarks.trainers import PATCHED, Data, plain, sft, train
 from tests.benchmarks.workloads import UNPATCHED_CONV
 
@@ -58,14 +56,7 @@ def measure(make: Any, described: Any, adapters: str, device: str, tiny: bool) -
 
 def main() -> None:
     """Measure the chosen rows."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--resume", action="store_true", help="leave out rows that the file holds")
-    options = parser.parse_args()
-    with group_of(options.device), on(options.device):
-        results = results_of_ranks(
-            options.out, "fsdp2_trainer", options.only, resume=options.resume
-        )
-        results.add({"workload": "machine", "variant": "", **machine(options.device)})
+    with results_on_ranks("fsdp2_trainer", __doc__) as (options, results):
         for name, described in VARIANTS.items():
             for workload, make, adapters in (
                 ("trl-8k-lora-fsdp2", sft, "lora"),

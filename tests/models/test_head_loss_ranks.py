@@ -138,6 +138,10 @@ def test_a_loss_that_raises_leaves_the_head_sharded(monkeypatch, one_rank):
     assert isinstance(model.lm_head.weight, DTensor)
 
 
+UNEVEN = ((3,), (15, 64))
+SHARDED = ["with the rest", "alone", "with the norm"]
+
+
 def uneven(rank: int, way: str | None) -> dict[str, Any]:
     """Two steps where one rank's row is a document alone, which runs as upstream runs it."""
     model = apply_patches(tiny())
@@ -155,10 +159,6 @@ def uneven(rank: int, way: str | None) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses}
-
-
-UNEVEN = ((3,), (15, 64))
-SHARDED = ["with the rest", "alone", "with the norm"]
 
 
 @pytest.mark.slow
