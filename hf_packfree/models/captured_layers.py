@@ -158,19 +158,22 @@ def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
 
 
 def _unbounded(trunk: Any) -> str | None:
-    """Return which operation runs in an implementation that was not tested with empty documents, in
-    words, or None.
+    """Return which operation runs in an implementation of which no graph can be captured, or was
+    tried, in words, or None.
     """
     weight = next(trunk.get_input_embeddings().parameters())
     enabled, dtype = _autocast(weight.device)
     dtype = dtype if enabled else gathered_dtype(trunk) or weight.dtype
     kernels = state_of(trunk).kernels_for(weight.device, dtype)
-    if (loaded := trunk.config._attn_implementation) != "sdpa":
-        return f"attention runs in {loaded}, which was not tried with empty documents"
+    if (loaded := trunk.config._attn_implementation) not in state_of(trunk).attends_for:
+        return (
+            f"attention runs in {loaded}, which was not tried with empty documents (load the model "
+            "with attn_implementation='sdpa')"
+        )
     mixing = ((op, name) for op, name in kernels.items() if OPS[op].leaks is not None)
     for op, name in mixing:
         if not OPS[op].backend(name).runs_bounded:
-            return f"{op} runs in {name}, which was not tried with empty documents"
+            return f"{op} runs in {name}, which graphs are not captured of"
     return None
 
 

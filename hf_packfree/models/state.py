@@ -62,6 +62,8 @@ class PatchState(RunOptions):
         elsewhere: the backends on every other device, and in float64.
         mixers: {kind of decoder layer: the attributes that hold its token mixers}, see `Family`;
             they are checked before packed rows.
+        attends_for: the attention implementations, as models are loaded with them, in whose place
+            the layers run our operation.
         why: {operation, or "operation in float32": why a faster backend is not used on CUDA, as a
             sentence}.
         observers: called before every training forward of the text model.
@@ -73,6 +75,7 @@ class PatchState(RunOptions):
     cuda_single: Kernels = field(default_factory=Kernels)
     elsewhere: Kernels = field(default_factory=Kernels)
     mixers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    attends_for: frozenset[str] = frozenset({"sdpa"})
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
     followers: list[Follower] = field(default_factory=list, compare=False, repr=False)

@@ -77,6 +77,16 @@ def chunk_indices(packed: PackedSequence) -> dict[str, Any]:
     return {"chunk_indices": packed.cached(plan_chunks, CHUNK)[1]}
 
 
+def offsets(packed: PackedSequence) -> Tensor:
+    """Return the record's `cu_seqlens` for flash-linear-attention, int32 [N+1].
+
+    Flash-linear-attention keeps what it computes of offsets for as long as it is called with the
+    same tensor. In a CUDA graph that would be computed before the capture, and never again; so
+    there each call gets a tensor of its own, on the same memory.
+    """
+    return packed.cu_seqlens.view(-1) if packed.bounded else packed.cu_seqlens
+
+
 def plan_chunks(packed: PackedSequence, size: int) -> tuple[Tensor, Tensor]:
     """Return, on the row's device, the plan of chunks of `size` tokens: each document's first
     chunk, and each chunk's document.

@@ -79,8 +79,8 @@ def apply_patches(
         cuda_graphs: "auto": training steps of few tokens (up to 8,192) replay CUDA graphs of the
             layers, so that they do not wait for the host. From the second row on, a row that no
             graph has room for is captured, and the graph's memory stays allocated. What cannot be
-            captured (other kernels than ours and FlashQLA, hooks, offloaded activations, FSDP1),
-            or would leave less than 1/8 of the GPU's memory free, runs without, and `patch_report`
+            captured (operations that run in PyTorch, attention that was loaded, hooks, offloaded
+            activations, FSDP1), or would leave less than 1/8 of the GPU's memory free, runs without, and `patch_report`
             says why. "never": no graphs.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
@@ -155,7 +155,12 @@ def _patch(model: nn.Module, options: Options, autocast: torch.dtype | None) -> 
         options.backend, sizes, family.ops, batch_invariant=options.batch_invariant
     )
     options = replace(options, context_parallel=ranks)
-    wanted = replace(chosen, mixers=family.mixers_by_kind, **options.of_run())
+    wanted = replace(
+        chosen,
+        mixers=family.mixers_by_kind,
+        attends_for=family.attends_for,
+        **options.of_run(),
+    )
     state = _state_in_force(model, wanted)
     if not steps:
         return

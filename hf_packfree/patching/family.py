@@ -216,6 +216,12 @@ class Family:
         ours = replacements(self.replacement)
         return {self._upstream_of(ours[name]): ours[name] for name in self.swaps}
 
+    @property
+    def attends_for(self) -> frozenset[str]:
+        """The attention implementations in whose place the family's layers run our operation."""
+        classes: Any = self.pairs().values()
+        return frozenset(name for ours in classes for name in ours.attends_for)
+
     def head_pairs(self) -> dict[type[nn.Module], type[nn.Module]]:
         """Return {upstream's class: ours} for the heads, which are swapped if no other forward
         replaces theirs; see `head_swap`.

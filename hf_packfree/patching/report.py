@@ -362,11 +362,9 @@ def _implementations(
         "layers": _config(model, family),
         "towers": getattr(tower_attention_of(model, family), "config", None),
     }
-    classes: Any = family.pairs().values()
-    ours = {name for cls in classes for name in cls.attends_for}
     for op in filter(lambda op: OPS[op].loaded, runs):
         loaded = getattr(configs[OPS[op].where], "_attn_implementation", None)
-        if loaded not in ours:
+        if loaded not in family.attends_for:
             runs[op] = f"{loaded} (the model's)"
     made = (why_logits_are_made(head) for head in language_heads(model))
     if (why := next(filter(None, made), None)) is not None:

@@ -10,7 +10,7 @@ from tests.benchmarks.batches import Load
 from tests.benchmarks.family_shapes import FAMILY_SHAPES, family_shape
 from tests.benchmarks.models import Variant
 from tests.benchmarks.shapes import batch_lengths
-from tests.benchmarks.workloads import Group, long_row
+from tests.benchmarks.workloads import Group, long_row, other_packings
 
 PACKFREE = Variant()
 STOCK = Variant(packfree=False)
@@ -116,6 +116,10 @@ TITLES = {
     }.items()
 }
 """{workload: its title}, as `tests.benchmarks.report.TITLES` has them."""
+SHORT_TITLES = {
+    name: row.title.format(layers=FAMILY_SHAPES[name].layers) for name, row in ROWS.items()
+}
+"""{family: its title in the table of short steps}."""
 
 
 def family_groups(tiny: bool = False) -> list[Group]:
@@ -130,6 +134,29 @@ def family_groups(tiny: bool = False) -> list[Group]:
         for name in ROWS
         for group in stage(name, ROWS[name], tiny, lengths)
     ]
+
+
+def short_family_groups(tiny: bool = False) -> list[Group]:
+    """Return every family's trunk on 4,096 tokens, each step with another packing."""
+    load = other_packings(tiny)["4k"]
+    found = []
+    for name, row in ROWS.items():
+        variants = {
+            "packfree": (replace(PACKFREE, cuda_graphs="auto"), ""),
+            "packfree, no graphs": (PACKFREE, ""),
+            "composed without packfree": (row.composed, row.composed_note),
+        }
+        found += [
+            Group(
+                family_shape(name, tiny),
+                variant,
+                ((f"{name}-4k, other packings", called, load),),
+                note,
+            )
+            for called, (variant, note) in variants.items()
+            if variant is not None
+        ]
+    return found
 
 
 def import_upstream() -> None:

@@ -24,7 +24,7 @@ import torch
 
 from hf_packfree import patch_report
 from tests.benchmarks.batches import Load
-from tests.benchmarks.families import family_groups, import_upstream
+from tests.benchmarks.families import family_groups, import_upstream, short_family_groups
 from tests.benchmarks.layers import floor, operations
 from tests.benchmarks.loss import head_and_loss
 from tests.benchmarks.machine import machine
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     print(machine(clock.device), flush=True)
     if not options.list:
         import_upstream()
-    for group in (*groups(options.tiny, options.backend), *family_groups(options.tiny)):
+    families = *short_family_groups(options.tiny), *family_groups(options.tiny)
+    for group in (*groups(options.tiny, options.backend), *families):
         run_group(group, results, clock, options)
     run_floors(results, clock, options.tiny)
     for tokens in (100,) if options.tiny else (TOKENS, 8192):

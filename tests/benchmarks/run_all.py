@@ -48,6 +48,7 @@ TESTS = (
     "gpu/test_autotune.py",
     "gpu/test_launch.py",
     "gpu/test_graphs.py",
+    "gpu/test_graph_kernels.py",
     "gpu/test_layer_graphs.py",
     "gpu/test_in_graph.py",
     "gpu/test_trainer.py",

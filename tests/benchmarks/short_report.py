@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import report
+from tests.benchmarks.families import SHORT_TITLES
 
 FOLDER = report.RESULTS / "short"
 MARK = ("docs/performance.md", "short")
@@ -25,6 +26,8 @@ TITLES = {
     "2b-8x2048-padded": "trunk, full, 8 padded rows, 34% of them real",
     "9b-4k": "9B shape, 8 layers: trunk, full",
     "moe-4k": "MoE shape, 8 layers: trunk, full",
+    **{f"2b-{size}-fla": "trunk, full, FLA's delta rule" for size in SIZES},
+    **{f"{name}-4k": f"{title}: trunk, full" for name, title in SHORT_TITLES.items()},
 }
 """{workload: what it is}, in the order of the table."""
 GRAPHS, WITHOUT, COMPILED = "packfree", "packfree, no graphs", "packfree, layers compiled"

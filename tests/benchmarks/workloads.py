@@ -243,12 +243,8 @@ def _short(tiny: bool) -> list[Group]:
     """Steps of few tokens, each with another packing: the trunk, whole steps, and LoRA with and
     without autocast; the trunks of other shapes, and on padded rows.
     """
-    trunk, whole = {}, {}
-    for name, tokens in {"2k": 2048, "4k": 4096, "8k": 8192}.items():
-        seeds = (tuple(log_normal_lengths(200 if tiny else tokens, seed=seed)) for seed in range(8))
-        first, *others = seeds
-        trunk[name] = Load(first, also=tuple(others), counted=True)
-        whole[name] = replace(trunk[name], whole=True)
+    trunk = other_packings(tiny)
+    whole = {name: replace(load, whole=True) for name, load in trunk.items()}
     rows, width, fill = (4, 64, 0.5) if tiny else (8, 2048, 0.34)
     first, *others = (tuple(batch_lengths(rows, width, fill, seed)) for seed in range(8))
     padded = Load(first, "padded", also=tuple(others), counted=True)
@@ -265,6 +261,8 @@ def _short(tiny: bool) -> list[Group]:
         ("9b", "", {}, {"4k": trunk["4k"]}),
         ("moe", "", {}, {"4k": trunk["4k"]}),
         ("2b", "-padded", {}, {"8x2048": padded}),
+        # what runs on other GPUs than Hopper's and Blackwell's for data centres
+        ("2b", "-fla", {"backend": {"delta_rule": "fla"}}, trunk),
     ]
     variants = {
         "packfree": (replace(PACKFREE, cuda_graphs="auto"), ""),
@@ -296,6 +294,16 @@ def _short(tiny: bool) -> list[Group]:
         )
         for shape, kind, variant, name, loads, note in groups
     ]
+
+
+def other_packings(tiny: bool) -> dict[str, Load]:
+    """Return {how many tokens: eight rows of that length, whose documents differ}."""
+    found = {}
+    for name, tokens in {"2k": 2048, "4k": 4096, "8k": 8192}.items():
+        seeds = (tuple(log_normal_lengths(200 if tiny else tokens, seed=seed)) for seed in range(8))
+        first, *others = seeds
+        found[name] = Load(first, also=tuple(others), counted=True)
+    return found
 
 
 def _given(loads: dict[str, Load]) -> dict[str, Load]:

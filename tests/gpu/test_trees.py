@@ -88,10 +88,11 @@ def switch(model: Any, graphs: str) -> None:
     state_of(model.base_model).__dict__["cuda_graphs"] = graphs
 
 
-def captured(shape: Any, trees: tuple[Forest, ...]) -> Any:
+def captured(shape: Any, trees: tuple[Forest, ...], backend: str = "flash_qla") -> Any:
     """Return a model that has a graph for the bucket of these trees."""
     torch.manual_seed(0)
-    model = small(shape, cuda_graphs="auto", unpacked="native")
+    chosen = {"delta_rule": backend}
+    model = small(shape, backend=chosen, cuda_graphs="auto", unpacked="native")
     for tree in (*trees, *trees):
         tokens, _ = packed_row(model, [sum(tree.lengths)])
         hidden(model, tokens, tree.record.to(DEVICE)).float().pow(2).sum().backward()
@@ -131,10 +132,11 @@ def step(model: Any, tokens: Tensor, packed: PackedSequence, count: int, seed: i
 
 
 @in_graphs
+@pytest.mark.parametrize("backend", ["flash_qla", "fla"])
 @pytest.mark.parametrize("kind", BUCKETS)
-def test_trees_in_turns(kind, record, deterministic):
+def test_trees_in_turns(kind, backend, record, deterministic):
     """Other segments, and other tokens: each tree has the bits of its bucket without a graph."""
-    model = captured(NARROW, BUCKETS[kind])
+    model = captured(NARROW, BUCKETS[kind], backend)
     replayed = runner_of(model).replayed
     for turn in range(2):
         for number, tree in enumerate(BUCKETS[kind]):

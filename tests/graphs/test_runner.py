@@ -44,6 +44,7 @@ from tests.support import (
     checkpoint_layers,
     relative_rms,
     runner_of,
+    tiny,
     wrap_layers,
 )
 
@@ -869,9 +870,7 @@ def test_backends_that_nobody_tried_with_empty_documents_run_without(model, monk
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
     assert runner_of(model).replayed == 0
-    assert (
-        "runs in torch, which was not tried with empty documents" in patch_report(model).cuda_graphs
-    )
+    assert "runs in torch, which graphs are not captured of" in patch_report(model).cuda_graphs
     names = {"conv": "triton", "delta_rule": "flash_qla", "attention": "triton"}
     monkeypatch.setattr(type(state_of(model)), "kernels_for", lambda *_: Kernels(names))
     # an unknown release plans by itself, where nobody writes another row's plan
@@ -882,9 +881,21 @@ def test_backends_that_nobody_tried_with_empty_documents_run_without(model, monk
         assert why is None if known else "delta_rule runs in flash_qla" in why
     flash_qla.is_known.cache_clear()
     names["delta_rule"] = "fla"
-    assert "delta_rule runs in fla" in UNBOUNDED(model.base_model)
+    assert UNBOUNDED(model.base_model) is None
+    # its states are counted on the host
+    names["ssd"] = "fla"
+    assert "ssd runs in fla" in UNBOUNDED(model.base_model)
     model.config._attn_implementation = "eager"
     assert "attention runs in eager" in UNBOUNDED(model.base_model)
+
+
+def test_attention_that_is_loaded_as_eager_and_runs_in_ours_is_captured():
+    """As gpt-oss is loaded, whose sinks transformers' sdpa does not know."""
+    trunk = apply_patches(tiny("gpt_oss")).base_model
+    assert trunk.config._attn_implementation == "eager"
+    assert "attention runs in torch" in UNBOUNDED(trunk)
+    trunk.config._attn_implementation = "flash_attention_2"
+    assert "attn_implementation='sdpa'" in UNBOUNDED(trunk)
 
 
 def test_settings_that_always_change_are_not_compared_forever(model, monkeypatch):

@@ -94,6 +94,7 @@ OP = Op(
             kernel=varlen.KERNEL,
             batch_invariant=True,
             with_history=varlen.attend_with_history,
+            bounded=True,
             with_options=varlen.attend,
             takes=_VARLEN,
         ),

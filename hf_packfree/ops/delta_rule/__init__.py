@@ -81,6 +81,7 @@ OP = Op(
             tuned=True,
             with_states=fla.with_states,
             scans=fla_segments.FLAScans(),
+            bounded=True,
         ),
         "torch": DeltaRuleBackend(
             torch_chunked.gated_delta_rule,

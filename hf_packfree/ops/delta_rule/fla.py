@@ -14,6 +14,7 @@ from hf_packfree.ops.fla_support import (
     broken_fla,
     chunk_indices,
     needs_fla,
+    offsets,
     wide_keys,
     wrong_on_hopper,
 )
@@ -44,7 +45,7 @@ def gated_delta_rule(
         g.float(),
         beta,
         use_qk_l2norm_in_kernel=qk_l2norm,
-        cu_seqlens=packed.cu_seqlens,
+        cu_seqlens=offsets(packed),
         **chunk_indices(packed),
     )
     return out  # type: ignore[no-any-return]
@@ -71,7 +72,7 @@ def with_states(
         initial_state=initial_state.contiguous(),
         output_final_state=True,
         use_qk_l2norm_in_kernel=qk_l2norm,
-        cu_seqlens=packed.cu_seqlens,
+        cu_seqlens=offsets(packed),
         **chunk_indices(packed),
     )
 

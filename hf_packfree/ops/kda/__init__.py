@@ -16,7 +16,9 @@ OP = Op(
     name="kda",
     leaks="the recurrent state crosses document boundaries",
     backends={
-        "fla": Backend(fla.kda, fla.unusable, "fla-core", compiles="minutes", tuned=True),
+        "fla": Backend(
+            fla.kda, fla.unusable, "fla-core", compiles="minutes", tuned=True, bounded=True
+        ),
         "torch": Backend(torch_chunked.kda),
     },
     slow_in_eager=True,

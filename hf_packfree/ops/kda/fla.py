@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import Target
-from hf_packfree.ops.fla_support import broken_fla, needs_fla, wide_keys
+from hf_packfree.ops.fla_support import broken_fla, needs_fla, offsets, wide_keys
 from hf_packfree.packing import PackedSequence, uncompiled
 
 
@@ -30,6 +30,10 @@ def kda(
     qk_l2norm: bool,
 ) -> Tensor:
     """See `hf_packfree.ops.kda.kda`."""
+    # a captured graph plans the chunks of each row, any other call on the host
+    plan: dict[str, Any] = {"use_graph": True}
+    if not packed.bounded:
+        plan = {"cu_seqlens_cpu": packed.cu_seqlens_cpu}
     out, _ = _kernel()(
         q,
         k,
@@ -37,9 +41,8 @@ def kda(
         g.float(),
         beta,
         use_qk_l2norm_in_kernel=qk_l2norm,
-        cu_seqlens=packed.cu_seqlens,
-        # chunks are planned on the host
-        cu_seqlens_cpu=packed.cu_seqlens_cpu,
+        cu_seqlens=offsets(packed),
+        **plan,
     )
     return out  # type: ignore[no-any-return]
 

@@ -1,0 +1,142 @@
+"""CUDA graphs of the kernels that run on other GPUs than Hopper, and of other families' layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hf_packfree import patch_report
+from hf_packfree.models.state import state_of
+from tests.benchmarks.family_shapes import FAMILY_SHAPES
+from tests.gpu.checks import TRIAL, gpu, spans
+from tests.gpu.small import packed_row, small
+from tests.gpu.test_graphs import ROWS, model_of, step, without
+from tests.integrations.marks import needs
+from tests.support import checkpoint_layers, gradients, relative_rms, runner_of
+
+pytestmark = [*gpu, pytest.mark.skipif(TRIAL, reason="CUDA graphs need a GPU")]
+
+
+def of_family(name: str, layers: int, **options: Any) -> Callable[[], Any]:
+    shape = FAMILY_SHAPES[name]
+    experts = {"num_local_experts": min(16, shape.sizes.get("num_local_experts", 0))}
+    sizes = {**shape.sizes, "vocab_size": 1024, **experts, **options}
+    few = replace(shape, layers=layers, sizes=sizes)
+    return lambda: small(few, cuda_graphs="auto", unpacked="native")
+
+
+def of_backend(**backend: str) -> Callable[[], Any]:
+    return lambda: model_of(backend=backend)
+
+
+def recomputed() -> Any:
+    model = model_of(backend={"delta_rule": "fla"})
+    checkpoint_layers(model)
+    return model
+
+
+_SCAN = needs("mamba_ssm")
+MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "FLA's delta rule": (of_backend(delta_rule="fla"), ()),
+    "FLA's delta rule, recomputed": (recomputed, ()),
+    "torch's varlen attention": (of_backend(attention="varlen"), ()),
+    "Kimi Linear": (of_family("kimi", 4), ()),
+    # as published, a document says more of itself than its layers add
+    "Granite 4.0 H": (of_family("granite4h", 10, embedding_multiplier=1.0), _SCAN),
+    "Nemotron-H": (of_family("nemotronh", 13), _SCAN),
+    "LFM2": (of_family("lfm2", 12), ()),
+    "Llama": (of_family("llama", 3), ()),
+    "gpt-oss": (of_family("gptoss", 2), ()),
+}
+LEAKS = 5
+"""A control's error is so many times what a row's may be."""
+ROUNDING = 5e-3
+"""Relative RMS of a document that fills a bucket of more tokens, for which cuBLAS may choose other
+kernels.
+"""
+AGAIN = 2
+"""Times what the layers, run twice without a graph, differ by from themselves: flash attention and
+mamba-ssm add up gradients in any order, and mamba-ssm's decays are sums over all documents of a
+chunk. Nothing for all others.
+"""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=marks) for name, (_, marks) in MODELS.items()])
+def model(request) -> Any:
+    """A model whose rows were captured."""
+    found = MODELS[request.param][0]()
+    for lengths in ROWS * 2:
+        step(found, lengths)
+    return found
+
+
+def run_plainly(model: Any, lengths: Any, tokens: Tensor) -> Tensor:
+    """Run a row as it is, not in a bucket, without a graph."""
+    options = vars(state_of(model.base_model))
+    options["cuda_graphs"] = "never"
+    out = step(model, lengths, tokens=tokens)
+    options["cuda_graphs"] = "auto"
+    return out
+
+
+def gradients_of(model: Any, run: Any, lengths: Any, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a row's hidden states and all gradients."""
+    model.zero_grad(set_to_none=True)
+    return run(model, lengths, seed), gradients(model)
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(relative_rms(found[name], one, floor=1e-3) for name, one in wanted.items())
+
+
+def test_packings_in_turns(record, model):
+    """Each row has the bits of its bucket without a graph."""
+    replayed, errors, noises = runner_of(model).replayed, [], []
+    for number, lengths in enumerate(ROWS * 2):
+        values, grads = gradients_of(model, step, lengths, number)
+        (wanted, others), (_, again) = (
+            gradients_of(model, without, lengths, number) for _ in range(2)
+        )
+        record(f"{lengths[:3]}, values", relative_rms(values, wanted), 0.0)
+        errors.append(worst(grads, others))
+        noises.append(worst(again, others))
+    record("gradients", max(errors), AGAIN * max(noises), noise=max(noises))
+    assert max(noises) < 1 / LEAKS
+    assert runner_of(model).replayed == replayed + 2 * len(ROWS), patch_report(model).cuda_graphs
+
+
+def test_rows_in_a_bucket_are_those_without(record, model):
+    """Beside what documents would get that reach each other: the control."""
+    for lengths in ROWS:
+        tokens, _ = packed_row(model, lengths)
+        wanted = run_plainly(model, lengths, tokens)
+        error, limit = relative_rms(step(model, lengths, tokens=tokens), wanted), ROUNDING
+        if len(lengths) > 1:
+            leaking = run_plainly(model, (sum(lengths),), tokens)
+            limit = relative_rms(leaking, wanted) / LEAKS
+        record(f"{lengths[:3]}", error, limit)
+
+
+def test_influence_is_zero(record, model):
+    """Another document's tokens change nothing in a graph, whatever row was before."""
+    lengths, runs = ROWS[1], {"in a graph": step, "without": without}
+    replayed = runner_of(model).replayed
+    tokens, _ = packed_row(model, lengths)
+    before = {name: run(model, lengths, tokens=tokens) for name, run in runs.items()}
+    for begin, end in spans(lengths)[-4:-1]:
+        step(model, ROWS[0])
+        other = tokens.clone()
+        other[:, begin:end] = (other[:, begin:end] + 1) % 500
+        found = {}
+        for name, run in runs.items():
+            after = run(model, lengths, tokens=other)
+            assert relative_rms(after[:, begin:end], before[name][:, begin:end]) > 1 / LEAKS
+            after[:, begin:end] = before[name][:, begin:end]
+            found[name] = relative_rms(after, before[name])
+        record(f"influence of {begin}:{end}", found["in a graph"], AGAIN * found["without"])
+    assert runner_of(model).replayed == replayed + 7, patch_report(model).cuda_graphs
