@@ -52,17 +52,12 @@ MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "Llama": (of_family("llama", 3), ()),
     "gpt-oss": (of_family("gptoss", 2), ()),
 }
-LEAKS = 5
-"""A control's error is so many times what a row's may be."""
-ROUNDING = 5e-3
-"""Relative RMS of a document that fills a bucket of more tokens, for which cuBLAS may choose other
-kernels.
-"""
 AGAIN = 2
-"""Times what the layers, run twice without a graph, differ by from themselves: flash attention and
-mamba-ssm add up gradients in any order, and mamba-ssm's decays are sums over all documents of a
-chunk. Nothing for all others.
+"""Times what gradients of the layers, run twice without a graph, differ by: flash attention and
+mamba-ssm add them up in any order. Nothing for all others.
 """
+LEAK = 0.05
+"""What the control makes of a row at least, relative RMS; on an H200 from 0.06 on."""
 
 
 @pytest.fixture(params=[pytest.param(name, marks=marks) for name, (_, marks) in MODELS.items()])
@@ -106,24 +101,26 @@ def test_packings_in_turns(record, model):
         errors.append(worst(grads, others))
         noises.append(worst(again, others))
     record("gradients", max(errors), AGAIN * max(noises), noise=max(noises))
-    assert max(noises) < 1 / LEAKS
+    assert max(noises) < LEAK
     assert runner_of(model).replayed == replayed + 2 * len(ROWS), patch_report(model).cuda_graphs
 
 
 def test_rows_in_a_bucket_are_those_without(record, model):
-    """Beside what documents would get that reach each other: the control."""
+    """With the same bits; beside what documents get that reach each other, the control."""
     for lengths in ROWS:
         tokens, _ = packed_row(model, lengths)
         wanted = run_plainly(model, lengths, tokens)
-        error, limit = relative_rms(step(model, lengths, tokens=tokens), wanted), ROUNDING
+        error = relative_rms(step(model, lengths, tokens=tokens), wanted)
+        record(f"{lengths[:3]}", error, 0.0)
         if len(lengths) > 1:
             leaking = run_plainly(model, (sum(lengths),), tokens)
-            limit = relative_rms(leaking, wanted) / LEAKS
-        record(f"{lengths[:3]}", error, limit)
+            assert relative_rms(leaking, wanted) > LEAK
 
 
 def test_influence_is_zero(record, model):
-    """Another document's tokens change nothing in a graph, whatever row was before."""
+    """Another document's tokens change nothing in a graph, whatever row was before. mamba-ssm's
+    decays are differences of sums over all documents of a chunk, in a graph and without.
+    """
     lengths, runs = ROWS[1], {"in a graph": step, "without": without}
     replayed = runner_of(model).replayed
     tokens, _ = packed_row(model, lengths)
@@ -135,8 +132,8 @@ def test_influence_is_zero(record, model):
         found = {}
         for name, run in runs.items():
             after = run(model, lengths, tokens=other)
-            assert relative_rms(after[:, begin:end], before[name][:, begin:end]) > 1 / LEAKS
+            assert relative_rms(after[:, begin:end], before[name][:, begin:end]) > LEAK
             after[:, begin:end] = before[name][:, begin:end]
             found[name] = relative_rms(after, before[name])
-        record(f"influence of {begin}:{end}", found["in a graph"], AGAIN * found["without"])
+        record(f"influence of {begin}:{end}", found["in a graph"], found["without"])
     assert runner_of(model).replayed == replayed + 7, patch_report(model).cuda_graphs
