@@ -32,6 +32,17 @@ def attention_route(implementation: str) -> str | None:
     return {"sdpa": "varlen", "eager": "mask"}.get(implementation)
 
 
+def attention_route_of(config: Any, packed: PackedSequence) -> str:
+    """Return the `attention_route` of a packed row: a flash attention that the model was loaded
+    with runs all but the rows of CUDA graphs, which our operation runs, as it does under sdpa.
+
+    Raises:
+        BackendUnavailable: the implementation has no route.
+    """
+    route = check_attention(config)
+    return "varlen" if route == "flash" and packed.bounded else route
+
+
 def additive_block_mask(
     packed: PackedSequence, dtype: torch.dtype, window: int | None = None
 ) -> Tensor:
@@ -111,8 +122,8 @@ def take_packed_call(
 
 
 class RoutedAttention(Replacement):
-    """Base of attention over a packed row: our operation where the model runs sdpa, otherwise
-    upstream's forward with a block mask or cu_seqlens.
+    """Base of attention over a packed row: our operation where the model runs sdpa, and in CUDA
+    graphs; otherwise upstream's forward with a block mask or cu_seqlens.
     """
 
     endings = ("Attention",)
@@ -134,7 +145,7 @@ class RoutedAttention(Replacement):
         if call is None:
             return super().forward(hidden_states, *args, **kwargs)
         packed, arguments = call
-        route = check_attention(self.config)
+        route = attention_route_of(self.config, packed)
         if route == "varlen":
             attended = self._attend_packed(
                 hidden_states, arguments.get("position_embeddings"), packed

@@ -16,7 +16,12 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedModel
-from hf_packfree.models.attention import additive_block_mask, check_attention, take_packed_call
+from hf_packfree.models.attention import (
+    additive_block_mask,
+    attention_route_of,
+    check_attention,
+    take_packed_call,
+)
 from hf_packfree.models.base import Replacement, upstream_of
 from hf_packfree.models.rotated import with_our_rotation
 from hf_packfree.models.state import state_of
@@ -36,7 +41,7 @@ class InterfaceAttention(Replacement):
     packed rows too, and calls our operation as its attention function.
 
     If the model was loaded with a flash attention, upstream's forward calls that one, with
-    cu_seqlens.
+    cu_seqlens, but for the rows of CUDA graphs.
     """
 
     endings = ("Attention",)
@@ -67,7 +72,7 @@ class InterfaceAttention(Replacement):
         packed, arguments = call
         arguments["attention_mask"] = None
         upstream: Any = self._upstream(hidden_states)
-        if check_attention(self.config) == "flash":
+        if attention_route_of(self.config, packed) == "flash":
             out, weights = upstream(self, **arguments, **to_hf_kwargs(packed))
             out = packed.zero_left_pad(out)
         else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.graphs.by_layer import gathered_dtype
+from hf_packfree.models.attention import attention_route
 from hf_packfree.models.call import Call
 from hf_packfree.models.compat import masks_the_layers_ignore
 from hf_packfree.models.plain_layers import all_are_hooked
@@ -165,11 +166,9 @@ def _unbounded(trunk: Any) -> str | None:
     enabled, dtype = _autocast(weight.device)
     dtype = dtype if enabled else gathered_dtype(trunk) or weight.dtype
     kernels = state_of(trunk).kernels_for(weight.device, dtype)
-    if (loaded := trunk.config._attn_implementation) not in state_of(trunk).attends_for:
-        return (
-            f"attention runs in {loaded}, which was not tried with empty documents (load the model "
-            "with attn_implementation='sdpa')"
-        )
+    loaded = trunk.config._attn_implementation
+    if loaded not in state_of(trunk).attends_for and attention_route(loaded) != "flash":
+        return f"attention runs in {loaded} (load the model with attn_implementation='sdpa')"
     mixing = ((op, name) for op, name in kernels.items() if OPS[op].leaks is not None)
     for op, name in mixing:
         if not OPS[op].backend(name).runs_bounded:

@@ -79,9 +79,10 @@ def apply_patches(
         cuda_graphs: "auto": training steps of few tokens (up to 8,192) replay CUDA graphs of the
             layers, so that they do not wait for the host. From the second row on, a row that no
             graph has room for is captured, and the graph's memory stays allocated. What cannot be
-            captured (operations that run in PyTorch, attention that was loaded, hooks, offloaded
-            activations, FSDP1), or would leave less than 1/8 of the GPU's memory free, runs without, and `patch_report`
-            says why. "never": no graphs.
+            captured (operations that run in PyTorch, hooks, offloaded activations, FSDP1), or would
+            leave less than 1/8 of the GPU's memory free, runs without, and `patch_report` says why.
+            A flash attention that the model was loaded with runs the rows without. "never": no
+            graphs.
         mtp: the multi-token prediction head that Qwen3.5 and Qwen3-Next checkpoints carry and
             transformers drops: None leaves it dropped, "keep" reads it from the checkpoint that the
             model came from, frozen, so that `save_pretrained` writes it again, "train" trains it

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_packfree._version import __version__
+from hf_packfree.models.attention import attention_route
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.linear_weights import compute_dtype, under_autocast
 from hf_packfree.models.peft_lora import is_lora
@@ -219,7 +220,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         batch_invariant=state.batch_invariant,
         unpacked=state.unpacked,
         padded=state.padded,
-        cuda_graphs="" if state.cuda_graphs == "never" else state.graphs.in_words(),
+        cuda_graphs=_graphs_in_words(model, family, state, x),
         context_parallel=str(state.context_parallel or ""),
         long_documents={} if state.batch_invariant else _long_documents(model, family, runs, x),
         left_alone=unpatched_heads(model, family),
@@ -229,6 +230,20 @@ def patch_report(model: nn.Module) -> PatchReport:
         if state.batch_invariant
         else "batch_invariant is off",
     )
+
+
+def _graphs_in_words(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor) -> str:
+    """Return what ran in CUDA graphs, and which attention there where it is not the loaded one;
+    empty without graphs.
+    """
+    if state.cuda_graphs == "never":
+        return ""
+    loaded = getattr(_config(model, family), "_attn_implementation", None) or ""
+    said = state.graphs.in_words()
+    if attention_route(loaded) == "flash":
+        ours = state.kernels_for(x.device, compute_dtype(x)).bare()["attention"]
+        said += f"; in graphs attention runs in {ours}, in other rows in {loaded}"
+    return said
 
 
 def called_in_words(called: dict[str, int]) -> str:

@@ -894,8 +894,17 @@ def test_attention_that_is_loaded_as_eager_and_runs_in_ours_is_captured():
     trunk = apply_patches(tiny("gpt_oss")).base_model
     assert trunk.config._attn_implementation == "eager"
     assert "attention runs in torch" in UNBOUNDED(trunk)
-    trunk.config._attn_implementation = "flash_attention_2"
-    assert "attn_implementation='sdpa'" in UNBOUNDED(trunk)
+
+
+def test_a_flash_attention_leaves_the_rows_of_graphs_to_ours(model, monkeypatch):
+    monkeypatch.setattr(captured_layers, "_unbounded", UNBOUNDED)
+    names = Kernels({"conv": "triton", "delta_rule": "fla", "attention": "varlen"})
+    monkeypatch.setattr(type(state_of(model)), "kernels_for", lambda *_: names)
+    for loaded in ("flash_attention_2", "kernels-community/flash-attn3"):
+        model.config._attn_implementation_internal = loaded
+        assert UNBOUNDED(model.base_model) is None
+        said = f"; in graphs attention runs in varlen, in other rows in {loaded}"
+        assert patch_report(model).cuda_graphs.endswith(said)
 
 
 def test_settings_that_always_change_are_not_compared_forever(model, monkeypatch):

@@ -17,6 +17,7 @@ from hf_packfree import apply_patches, register_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.compat import CACHE
 from hf_packfree.packing import PackedSequence
+from hf_packfree.packing.opaque import replaced
 from tests.input_formats import block_mask, one_row, padded_rows, row_batch
 from tests.models.forms import Largest, logits_alone
 from tests.support import (
@@ -412,6 +413,29 @@ def test_a_flash_attention_gets_the_record_in_upstreams_spelling(monkeypatch):
     model = tiny()
     model.config._attn_implementation_internal = "flash_attention_2"
     assert_exact(apply_patches(model), row_batch("positions", ROW))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3", "kimi_linear"])
+def test_rows_of_graphs_attend_in_ours_whatever_attention_was_loaded(family, monkeypatch):
+    """Which is captured with empty documents; the values are those of a model loaded with sdpa."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def never(*args, **kwargs):
+        raise AssertionError("a flash attention was called")
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", never)
+    packed = PackedSequence.from_lengths([5, 64, 3])
+    ids = torch.arange(72)[None] % 100
+    found = []
+    for loaded in ("sdpa", "flash_attention_2"):
+        model = apply_patches(tiny(family))
+        model.config._attn_implementation_internal = loaded
+        row = replaced(packed, bounded=True)
+        out = model.base_model(input_ids=ids, packed_sequence=row, use_cache=False)
+        found.append(out.last_hidden_state)
+    assert torch.equal(*found)
+    with pytest.raises(AssertionError, match="was called"):
+        model.base_model(input_ids=ids, packed_sequence=packed, use_cache=False)
 
 
 @pytest.mark.parametrize("stack", [3, 4])
