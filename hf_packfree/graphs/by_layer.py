@@ -17,6 +17,7 @@ from hf_packfree.graphs.layer_graphs import LayerGraphs, Memory
 from hf_packfree.graphs.settings import HOOKS, WEIGHTS, Settings
 from hf_packfree.graphs.whole import Layers, ToCapture
 from hf_packfree.ops.rounded_weights import RoundedWeights
+from hf_packfree.ops.seeds import Seeds
 from hf_packfree.packing import PackedSequence
 
 _FSDP = "torch.distributed.fsdp."
@@ -74,7 +75,7 @@ class ByLayer:
         # weights are read where FSDP2 has gathered them
         self.settings = Settings(trunk, own_weights=False, further=why_not_around)
         self.why_not = why_not_layers(trunk.layers) or why_not_around()
-        self.rounded = RoundedWeights()
+        self.rounded, self.seeds = RoundedWeights(), Seeds()
         self._calls: dict[Any, CallsOfLayers] = {}
         self._memory: Memory = {}
 
@@ -106,8 +107,10 @@ class ByLayer:
         """Return the graphs of the layers, see `Whole.capture`."""
         calls = self._calls[_length_of(wanted.key)]
         has_gradients = all(call.hidden.requires_grad for call in calls.calls)
-        with checkpointing.in_capture(self._layers, has_gradients):
-            return LayerGraphs(calls, wanted.packed, wanted.pool, self._memory, self.settings)
+        seeds = self.seeds
+        with checkpointing.in_capture(self._layers, has_gradients, seeds), seeds.in_use():
+            kept = self.settings, seeds
+            return LayerGraphs(calls, wanted.packed, wanted.pool, self._memory, kept)
 
 
 def _length_of(key: Any) -> Any:

@@ -53,6 +53,12 @@ class Captures:
         """The copies of fp32 weights that the graphs read under autocast."""
         return RoundedWeights() if self.way is None else self.way.rounded
 
+    def refresh(self) -> None:
+        """Write what the graphs read besides a row: rounded weights, and seeds of dropout."""
+        if self.way is not None:
+            self.way.rounded.refresh()
+            self.way.seeds.refresh()
+
     @property
     def embed_within(self) -> bool:
         """Whether a row's ids are embedded within its graph, and so only once."""

@@ -2,14 +2,15 @@
 backward pass, by torch's own `checkpoint`.
 
 `checkpoint` saves the random state for the second run, which cannot be read during a capture. So
-that is switched off, and layers that draw random numbers are not captured.
+that is switched off, and layers that draw random numbers are not captured, but for the masks of
+LoRA's dropout, whose seeds are no random numbers of the capture (`hf_packfree.ops.seeds`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
+from hf_packfree.ops.seeds import Seeds
 
+Contexts = Callable[[], tuple[AbstractContextManager[Any], ...]]
 FUNCTION = "_gradient_checkpointing_func"
 """The attribute of a layer of transformers with the function that recomputes it."""
 
@@ -74,11 +77,12 @@ def why_not(layer: Any) -> str | None:
 
 
 @contextmanager
-def in_capture(module: nn.Module, has_gradients: bool) -> Iterator[None]:
+def in_capture(module: nn.Module, has_gradients: bool, seeds: Seeds) -> Iterator[None]:
     """Make the recomputed layers of a module capturable in the block.
 
     Args:
         has_gradients: whether what the layers are given has gradients.
+        seeds: those in use, of which each second run takes the first one's.
 
     Raises:
         NotCapturable: without a graph the layers would get no gradients; at the end of the block,
@@ -98,6 +102,7 @@ def in_capture(module: nn.Module, has_gradients: bool) -> Iterator[None]:
     try:
         for layer, name, function in layers:
             settings = (_settings(function) or {}) | others
+            settings["context_fn"] = _both(seeds.of_both_runs, settings.get("context_fn"))
             setattr(layer, name, functools.partial(checkpoint, **settings))
         yield
     finally:
@@ -105,6 +110,21 @@ def in_capture(module: nn.Module, has_gradients: bool) -> Iterator[None]:
             setattr(layer, name, function)
     if any(map(_differ, state, _random_state())):
         raise NotCapturable("layers draw random numbers (dropout), and are recomputed")
+
+
+def _both(contexts: Contexts, others: Contexts | None) -> Contexts:
+    """Return a `context_fn` of `checkpoint` whose contexts are those of both, if there are two."""
+    if others is None:
+        return contexts
+    return lambda: tuple(_within(*pair) for pair in zip(contexts(), others(), strict=True))
+
+
+@contextmanager
+def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def are_alike(function: Any, other: Any) -> bool:

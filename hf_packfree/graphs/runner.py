@@ -138,7 +138,7 @@ class Runner:
         assert self.captures.pool is not None and captured.plans is not None
         assert not isinstance(captured.graph, LayerGraphs)
         captured.plans.write(starts)
-        self.captures.rounded.refresh()
+        self.captures.refresh()
         inputs = lengthened_inputs(embeddings, positions, key[0])
         identity = identity_of((given, positions))
         self.ahead.launch(
@@ -270,6 +270,7 @@ class Runner:
     ) -> Tensor | None:
         """Replay a graph, and compare; return its output, or None if settings have changed."""
         graph = captured.graph
+        self.captures.refresh()
         if isinstance(graph, LayerGraphs):
             plain = partial(in_bucket_on, packed, key[0], inputs[0].device)
             out = graph.run(partial(layers, *inputs, captured.packed), plain)
@@ -277,7 +278,6 @@ class Runner:
                 self._settings = None
                 self.reasons[_STALE] += 1
             return out
-        self.captures.rounded.refresh()
         graph.launch(inputs)
         # while the GPU runs
         return None if self._compare() else graph.result(inputs)

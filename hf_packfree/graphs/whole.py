@@ -15,6 +15,7 @@ from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.parts import layers_to_cut_at
 from hf_packfree.graphs.settings import Settings, why_not
 from hf_packfree.ops.rounded_weights import RoundedWeights
+from hf_packfree.ops.seeds import Seeds
 from hf_packfree.packing import PackedSequence
 
 SPARE_OF_COPIES = 1 / 4
@@ -56,7 +57,7 @@ class Whole:
         self._trunk = weakref.ref(trunk)
         self.settings = Settings(trunk)
         self.why_not = why_not(trunk)
-        self.rounded = RoundedWeights(trunk.parameters())
+        self.rounded, self.seeds = RoundedWeights(trunk.parameters()), Seeds()
 
     def forget(self) -> None:
         """Free the copies of weights: graphs that are captured from now on do without."""
@@ -82,10 +83,11 @@ class Whole:
             return layers(embeddings, positions, packed)
 
         with (
-            checkpointing.in_capture(trunk, inputs[0].requires_grad),
+            checkpointing.in_capture(trunk, inputs[0].requires_grad, self.seeds),
             in_the_place_of(parameters, trunk) as read,
             rounded.in_use(),
+            self.seeds.in_use(),
         ):
-            # the backward graph reads plans and weights, too
-            kept = self.settings, packed, rounded
+            # the backward graph reads plans, weights and seeds, too
+            kept = self.settings, packed, rounded, self.seeds
             return Graph(body, inputs, parameters, pool, read, kept, layers_to_cut_at(trunk))

@@ -542,8 +542,9 @@ def test_autocast(record):
     assert runner_of(model).replayed > 0
 
 
-def test_dropout_draws_anew():
-    """Two replays of one row drop other activations."""
+def dropping(recomputed: bool) -> Any:
+    """A model whose adapters drop half of their input."""
+    torch.manual_seed(0)
     model = model_of()
     put_lora_on(model, "bf16", False)
     for module in model.modules():
@@ -552,5 +553,28 @@ def test_dropout_draws_anew():
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
-    outs = [step(model, ROWS[0]) for _ in range(4)]
-    assert not torch.equal(outs[2], outs[3])
+    if recomputed:
+        checkpoint_layers(model)
+    return model
+
+
+def test_dropout_draws_anew(record):
+    """Two replays of one row drop other activations, of one state of torch's generator the same;
+    layers that are recomputed drop what they dropped, so that gradients are those of layers that
+    keep everything.
+    """
+    found: dict[bool, list[Any]] = {False: [], True: []}
+    for recomputed, rows in found.items():
+        model = dropping(recomputed)
+        tokens, _ = packed_row(model, ROWS[0])
+        for turn in range(6):
+            torch.manual_seed(turn % 3)
+            model.zero_grad(set_to_none=True)
+            rows.append((step(model, ROWS[0], tokens=tokens), gradients(model)))
+        assert runner_of(model).replayed == 5, patch_report(model).cuda_graphs
+        values = [values for values, _ in rows]
+        assert not torch.equal(values[1], values[2])
+        record("of one state", max(map(difference, values[1:3], values[4:6])), 0.0)
+    for (values, grads), (others, its) in zip(*(rows[1:] for rows in found.values()), strict=True):
+        record("values", difference(values, others), 0.0)
+        record("gradients", max(difference(grads[name], one) for name, one in its.items()), 0.0)

@@ -27,6 +27,7 @@ from hf_packfree.graphs import (
 )
 from hf_packfree.graphs.gradient_buffers import Address
 from hf_packfree.models import captured_layers
+from hf_packfree.ops.seeds import Seeds
 
 
 def tensor_at(address: Address, like: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ class LayerAgain(layer_graphs.LayerGraph):
         args, kwargs = self._arguments
         with (
             layer_graphs.reading(self.places, self.weights.read),
-            checkpointing.in_capture(self.layer, has_gradients=True),
+            checkpointing.in_capture(self.layer, has_gradients=True, seeds=Seeds()),
         ):
             return self._own(self.leaf, *args, **kwargs)
 

@@ -34,6 +34,7 @@ from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.layer_calls import CallsOfLayers, forwards_of
 from hf_packfree.graphs.settings import Settings
 from hf_packfree.models.qwen3_5 import tiny_config
+from hf_packfree.ops.seeds import Seeds
 from tests.graphs import on_cpu
 from tests.graphs.test_runner import ROWS, hidden, inputs_of
 from tests.integrations.marks import needs
@@ -204,7 +205,8 @@ def test_wrappers_are_left_as_they_were_however_a_capture_ends():
     layers = torch.nn.ModuleList(map(checkpoint_wrapper, [Pass(), Pass()]))
     layers.append(Interrupted(Pass()))
     functions = [layer.checkpoint_fn for layer in layers]
-    with pytest.raises(KeyboardInterrupt), checkpointing.in_capture(layers, has_gradients=True):
+    captured = checkpointing.in_capture(layers, has_gradients=True, seeds=Seeds())
+    with pytest.raises(KeyboardInterrupt), captured:
         pass
     assert [layer.checkpoint_fn for layer in layers] == functions
 

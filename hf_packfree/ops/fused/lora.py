@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from hf_packfree.ops.fused.computed_weights import Weight, materialize
+from hf_packfree.ops.fused.lora_kernels import drop_out
 from hf_packfree.ops.fused.lora_products import (
     Products,
     cat,
     on_tensor_cores,
     products_for,
 )
+from hf_packfree.ops.seeds import Seed, draw_seed
 
 # elements; kernels use vector loads and stores where the stride of rows is a multiple of this
 _ALIGNED = 16
@@ -97,7 +99,7 @@ class AdapterGroup:
         rank: of A and B.
         scaling: the adapters' scaling, divided by 1 - dropout.
         dropout: the probability.
-        seed: of the dropout mask; None without dropout.
+        seed: of the dropout mask, see `hf_packfree.ops.seeds`; None without dropout.
     """
 
     adapters: slice
@@ -106,7 +108,7 @@ class AdapterGroup:
     rank: int
     scaling: float
     dropout: float
-    seed: int | None = None
+    seed: Seed | None = None
 
     def drop(self, x: Tensor) -> Tensor:
         """Return x with zeros where it is dropped out; `scaling` makes up for that, in the
@@ -114,7 +116,12 @@ class AdapterGroup:
         """
         if self.seed is None:
             return x
-        generator = torch.Generator(x.device).manual_seed(self.seed)
+        # on a GPU
+        if on_tensor_cores(x):
+            return drop_out(x, self.seed, self.dropout)
+        # a sum beyond int64 is none of torch's seeds
+        seed = (int(self.seed.base) + self.seed.number) % 2**63
+        generator = torch.Generator(x.device).manual_seed(seed)
         keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         return x * keep.bernoulli_(1 - self.dropout, generator=generator)
 
@@ -139,15 +146,11 @@ def group_adapters(
         layers = tuple([layer for layer, _ in each])
         products = products_for(dtype, of_adapters, on_tensor_cores(each[0][1].A))
         dropped = each[0][1].dropout
-        scaling, seed = scaling / (1 - dropped), _seed() if dropped else None
+        seed = draw_seed(each[0][1].A.device) if dropped else None
+        scaling /= 1 - dropped
         groups.append(AdapterGroup(span, layers, products, rank, scaling, dropped, seed))
         tensors += [tensor for _, one in each for tensor in (one.A, one.B)]
     return groups, tensors
-
-
-def _seed() -> int:
-    """Draw a seed from torch's generator, whose state gradient checkpointing restores."""
-    return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 def spare_columns(

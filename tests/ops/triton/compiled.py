@@ -172,6 +172,8 @@ def ops(dtype: torch.dtype) -> Iterator[tuple[tuple[Tensor, ...], list[Tensor]]]
             LoraLinear(w.detach(), (Adapter(*tensors[2 * i : 2 * i + 2], 2.0),))
             for i, w in enumerate((gate, up, down))
         ]
+        dropped = LoraLinear(gate.detach(), (Adapter(*tensors[:2], 2.0, dropout=0.1),))
+        yield projections(x, dropped, **TRITON), [x, *tensors[:2]]
         yield (swiglu_mlp(x, *layers, **TRITON),), [x, *tensors]
         yield projections(x, *layers[:2], **TRITON), [x, *tensors[:4]]
 
