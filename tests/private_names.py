@@ -47,6 +47,14 @@ PRIVATE = {
         "the wrapper with which accelerate and torchtitan recompute layers that FSDP2 shards",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     ),
+    "_BUFFERS": Private(
+        "fla-core 0.6.0",
+        "buffers of KDA's backward pass in CUDA graphs, which nothing else frees",
+        "fla.ops.utils.graph",
+    ),
+    "_experts_implementation": Private(
+        "transformers 5.24", "a capture is tried again where experts run in another implementation"
+    ),
     "_is_replica": Private(
         "torch 2.13", "replicas of nn.DataParallel, which run in threads, have no CUDA graphs"
     ),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.errors import ran_out
+from hf_packfree.errors import in_short, ran_out
 from hf_packfree.graphs.ahead import Inputs
 from hf_packfree.graphs.bucket import cut, in_bucket_on
 from hf_packfree.graphs.bucketing import MOST, Bucketing, alike
@@ -183,11 +183,12 @@ class Captures:
             self.drop()
             self.why_not = str(error)
             return self.why_not
-        except RuntimeError as error:
+        # layers of others may raise anything
+        except Exception as error:
             # other graphs draw random numbers from the state that the failed capture spoiled
             self.drop()
             forget_failed_capture(device)
-            why = f"the capture failed: {str(error).splitlines()[0]}"
+            why = f"the capture failed: {in_short(error)}"
             if ran_out(error):
                 self.bucketing.no_room = bucket.tokens, why
             # no length was captured, so that it is not for its length that this one failed

@@ -181,7 +181,7 @@ def switches_of(module: nn.Module) -> tuple[Any, ...]:
         torch.backends.cuda.matmul.fp32_precision,
         *(
             getattr(getattr(module, "config", None), name, None)
-            for name in ("_attn_implementation", "num_hidden_layers")
+            for name in ("_attn_implementation", "_experts_implementation", "num_hidden_layers")
         ),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.graphs.by_layer import gathered_dtype
+from hf_packfree.graphs.by_layer import are_sharded, gathered_dtype
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.call import Call
 from hf_packfree.models.compat import masks_the_layers_ignore
@@ -138,15 +138,8 @@ def _is_training_step(trunk: Any, row: dict[str, Any]) -> bool:
 
 def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
     """Return why a row cannot be replayed, or None."""
-    if not has_fixed_frequencies(trunk.config):
-        return "its rotary embedding depends on the longest position"
-    if trunk.config.model_type in _MULTIPLIED and row.get("input_ids") is not None:
-        return "its forward pass multiplies the embeddings of ids, and of nothing else"
-    if all_are_hooked():
-        return "all modules have hooks (register_module_forward_hook and the like)"
-    # a capture would copy activations to memory that belongs to other tensors at a replay
-    if has_saved_tensor_hooks():
-        return "activations are offloaded or recomputed (hooks of saved tensors)"
+    if (why := _why_not_now(trunk, row.get("input_ids") is not None)) is not None:
+        return why
     for name in _OUTPUTS:
         wanted = row.get(name)
         if getattr(trunk.config, name, False) if wanted is None else wanted:
@@ -158,6 +151,23 @@ def _why_not(trunk: Any, row: dict[str, Any]) -> str | None:
     return f"{other} is given" if other else None
 
 
+def _why_not_now(trunk: Any, has_ids: bool) -> str | None:
+    """Return why no row of such inputs can be replayed at present, or None."""
+    if not has_fixed_frequencies(trunk.config):
+        return "its rotary embedding depends on the longest position"
+    if has_ids and trunk.config.model_type in _MULTIPLIED:
+        return "its forward pass multiplies the embeddings of ids, and of nothing else"
+    # Gemma 4 would search for the ids of embeddings, among all at once
+    if getattr(trunk.config, "hidden_size_per_layer_input", 0) and not are_sharded(trunk):
+        return "its layers embed ids, too"
+    if all_are_hooked():
+        return "all modules have hooks (register_module_forward_hook and the like)"
+    # a capture would copy activations to memory that belongs to other tensors at a replay
+    if has_saved_tensor_hooks():
+        return "activations are offloaded or recomputed (hooks of saved tensors)"
+    return None
+
+
 def _unbounded(trunk: Any) -> str | None:
     """Return which operation runs in an implementation of which no graph can be captured, or was
     tried, in words, or None.
@@ -167,12 +177,16 @@ def _unbounded(trunk: Any) -> str | None:
     dtype = dtype if enabled else gathered_dtype(trunk) or weight.dtype
     kernels = state_of(trunk).kernels_for(weight.device, dtype)
     loaded = trunk.config._attn_implementation
-    if loaded not in state_of(trunk).attends_for and attention_route(loaded) != "flash":
+    ours = loaded in state_of(trunk).attends_for or attention_route(loaded) == "flash"
+    if "attention" in kernels and not ours:
         return f"attention runs in {loaded} (load the model with attn_implementation='sdpa')"
     mixing = ((op, name) for op, name in kernels.items() if OPS[op].leaks is not None)
     for op, name in mixing:
         if not OPS[op].backend(name).runs_bounded:
-            return f"{op} runs in {name}, which graphs are not captured of"
+            return f"{op} runs in {name} as installed, which is not captured"
+    # which no kernel has
+    if getattr(trunk.config, "attention_dropout", 0):
+        return "attention drops out"
     return None
 
 

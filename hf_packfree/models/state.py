@@ -75,7 +75,8 @@ class PatchState(RunOptions):
     cuda_single: Kernels = field(default_factory=Kernels)
     elsewhere: Kernels = field(default_factory=Kernels)
     mixers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    attends_for: frozenset[str] = frozenset({"sdpa"})
+    # which follows from the family
+    attends_for: frozenset[str] = field(default=frozenset({"sdpa"}), compare=False)
     why: dict[str, str] = field(default_factory=dict, compare=False)
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
     followers: list[Follower] = field(default_factory=list, compare=False, repr=False)

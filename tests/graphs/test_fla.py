@@ -4,6 +4,9 @@ next, and nothing is planned on the host.
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -66,3 +69,15 @@ def test_layers_of_other_rows_share_what_is_remembered(name, monkeypatch):
         run(x, x, x, x, x[..., 0], packed, True)
     assert all(words["cu_seqlens"] is packed.cu_seqlens for words in given)
     assert not any(words.get("use_graph") for words in given)
+
+
+def test_buffers_of_kda_are_made_anew_in_each_captured_row(monkeypatch):
+    """As memory of the graph; FLA keeps them for each length, whoever drops the graph."""
+    buffers = SimpleNamespace(_BUFFERS={"wy_dq": torch.zeros(3)})
+    monkeypatch.setitem(sys.modules, "fla.ops.utils.graph", buffers)
+    monkeypatch.setattr(kda, "_kernel", lambda: lambda *_, **__: (None, None))
+    x = torch.zeros(1, 48, 1, 4)
+    kda.kda(x, x, x, x, x[..., 0], PackedSequence.from_lengths([40, 8]), True)
+    assert buffers._BUFFERS
+    kda.kda(x, x, x, x, x[..., 0], row_of(3, 30), True)
+    assert not buffers._BUFFERS

@@ -454,7 +454,10 @@ def test_memory_that_a_layer_has_no_more(monkeypatch, one_rank):
     model, other = sharded(), apply_patches(plain_model())
     assert_trains_as(model, other)
     assert runner_of(model).replayed == 0
-    assert "the capture failed: CUDA out of memory" in patch_report(model).cuda_graphs
+    assert (
+        "the capture failed: OutOfMemoryError: CUDA out of memory"
+        in patch_report(model).cuda_graphs
+    )
 
 
 def by_itself(model):

@@ -729,7 +729,8 @@ def test_a_capture_that_fails_is_not_tried_again(model, monkeypatch, caplog):
     for _ in range(4):
         hidden(model, ROWS[0]).sum().backward()
     assert (
-        "3 because the capture failed: operation not permitted" in patch_report(model).cuda_graphs
+        "3 because the capture failed: RuntimeError: operation not permitted"
+        in patch_report(model).cuda_graphs
     )
     assert sum("without a CUDA graph" in record.message for record in caplog.records) == 1
 
@@ -870,7 +871,7 @@ def test_backends_that_nobody_tried_with_empty_documents_run_without(model, monk
     for _ in range(3):
         hidden(model, ROWS[0]).sum().backward()
     assert runner_of(model).replayed == 0
-    assert "runs in torch, which graphs are not captured of" in patch_report(model).cuda_graphs
+    assert "runs in torch as installed, which is not captured" in patch_report(model).cuda_graphs
     names = {"conv": "triton", "delta_rule": "flash_qla", "attention": "triton"}
     monkeypatch.setattr(type(state_of(model)), "kernels_for", lambda *_: Kernels(names))
     # an unknown release plans by itself, where nobody writes another row's plan
@@ -894,6 +895,44 @@ def test_attention_that_is_loaded_as_eager_and_runs_in_ours_is_captured():
     trunk = apply_patches(tiny("gpt_oss")).base_model
     assert trunk.config._attn_implementation == "eager"
     assert "attention runs in torch" in UNBOUNDED(trunk)
+
+
+def test_models_without_attention_may_be_loaded_with_any(monkeypatch):
+    """transformers loads pure Mamba-2 as eager."""
+    trunk = apply_patches(tiny("mamba2")).base_model
+    names = Kernels({"conv": "triton", "ssd": "mamba_ssm"})
+    monkeypatch.setattr(type(state_of(trunk)), "kernels_for", lambda *_: names)
+    assert trunk.config._attn_implementation == "eager" and UNBOUNDED(trunk) is None
+
+
+def test_attention_with_dropout_is_not_captured(model, monkeypatch):
+    """It runs in PyTorch, which has no empty documents."""
+    names = Kernels({"conv": "triton", "delta_rule": "fla", "attention": "varlen"})
+    monkeypatch.setattr(type(state_of(model)), "kernels_for", lambda *_: names)
+    assert UNBOUNDED(model.base_model) is None
+    model.config.attention_dropout = 0.1
+    assert UNBOUNDED(model.base_model) == "attention drops out"
+
+
+@pytest.mark.parametrize("error", [ValueError("no such lengths"), AssertionError()])
+def test_whatever_a_capture_raises_the_row_runs_without(model, monkeypatch, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(whole, "Graph", fail)
+    for _ in range(3):
+        hidden(model, ROWS[0]).sum().backward()
+    said = str(error) or "no message"
+    assert f"the capture failed: {type(error).__name__}: {said}" in patch_report(model).cuda_graphs
+
+
+def test_a_capture_is_tried_again_with_other_experts(monkeypatch):
+    """Those of "eager" read on the host which experts have tokens."""
+    model = apply_patches(tiny("qwen3_5_moe"), cuda_graphs="auto")
+    trunk = model.base_model
+    before = settings.switches_of(trunk)
+    model.config._experts_implementation = "batched_mm"
+    assert settings.switches_of(trunk) != before
 
 
 def test_a_flash_attention_leaves_the_rows_of_graphs_to_ours(model, monkeypatch):

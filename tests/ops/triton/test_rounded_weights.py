@@ -319,5 +319,5 @@ def test_a_capture_that_fails_leaves_no_copies(graphed, monkeypatch):
     runner = runner_of(graphed)
     assert not runner.captures.graphs and runner.captures.rounded.nbytes == 0
     assert memory and not any(each() is not None for each in memory)
-    assert "the capture failed: no" in patch_report(graphed).cuda_graphs
+    assert "the capture failed: RuntimeError: no" in patch_report(graphed).cuda_graphs
     assert "copies" not in patch_report(graphed).cuda_graphs
