@@ -42,7 +42,9 @@ class Head(Replacement):
 
         functools.update_wrapper(forward, upstream.forward)
         replaced: Any = cls
-        replaced.forward = forward
+        # a class that FSDP2 derives inherits verl's forward, which assigning ours would forget; see
+        # `HeadType`
+        type.__setattr__(cls, "forward", forward)
         # torch.compile cannot read a property by super()
         loss: Any = upstream.loss_function
         replaced._upstream_loss = staticmethod(getattr(loss, "fget", None) or loss.__get__)
