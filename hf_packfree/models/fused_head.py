@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.call import Call, Run
 from hf_packfree.models.head_log_probs import Question, layer_log_probs
-from hf_packfree.models.head_loss import HeadOfCall, last_layer
+from hf_packfree.models.head_loss import HeadOfCall, is_left_to_fused, last_layer
 from hf_packfree.models.labels import IGNORED, refuse_unshifted
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import Targets, TokenLogProbs, Wanted
@@ -166,16 +165,11 @@ class _Forward:
         self.found: TokenLogProbs | None = None
 
     def __call__(self, head: Any, **row: Any) -> Any:
-        """Run upstream's forward on a row [1, T]; return None for a batch that upstream runs as it
-        came, unless FSDP2 shards the last layer by itself.
-        """
+        """Run upstream's forward on a row [1, T]; return None for a batch that is left to TRL's."""
         self.row = row
-        call: Any = head
-        if type(head) is not HeadOfCall:
-            # of a sharded head, ranks with packed rows gather the weights otherwise than TRL does
-            if not isinstance(last_layer(self.head)[1], FSDPModule):
-                return None
-            call = HeadOfCall(self.head, {})
+        if is_left_to_fused(head):
+            return None
+        call: Any = head if type(head) is HeadOfCall else HeadOfCall(self.head, {})
         name, layer = last_layer(self.head)
         self.shape = row["labels"].shape
         # the targets are counted while the model runs

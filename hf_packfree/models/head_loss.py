@@ -328,6 +328,16 @@ def last_layer(head: Any) -> tuple[str, Any]:
     )
 
 
+def is_left_to_fused(called: Any) -> bool:
+    """Whether a batch is run by the fused forward of TRL or verl: it is no row, and FSDP2 does not
+    shard the last layer by itself, whose weights ranks with packed rows gather otherwise.
+
+    Args:
+        called: the `self` of the forward: a `HeadOfCall` for a row, else the head.
+    """
+    return type(called) is not HeadOfCall and not isinstance(last_layer(called)[1], FSDPModule)
+
+
 def as_multiplied(hidden: Tensor, layer: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return hidden states, weight and bias in the dtype of their product; None if the product can
     only be computed by calling the layer.

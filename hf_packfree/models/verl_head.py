@@ -26,7 +26,7 @@ from hf_packfree.models.head_log_probs import (
     layer_log_probs,
     scale_of_logits,
 )
-from hf_packfree.models.head_loss import HeadOfCall, last_layer
+from hf_packfree.models.head_loss import is_left_to_fused, last_layer
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.loss import Expected, Targets, Wanted
@@ -132,10 +132,10 @@ class _Forward:
         self.head, self.fused = head, fused
 
     def __call__(self, head: Any, **row: Any) -> Any:
-        """Run the model and our operation on a row [1, T]; run verl's forward on a batch that
-        upstream runs as it came.
+        """Run the model and our operation on a row [1, T]; run verl's forward on a batch that is
+        left to it.
         """
-        if type(head) is not HeadOfCall:
+        if is_left_to_fused(head):
             return self.fused(head, **row)
         output = head.base_model(**{name: row[name] for name in row.keys() - _OF_HEAD})
         hidden, layer = output[0], last_layer(self.head)[1]
