@@ -7,12 +7,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.fsdp import FSDPModule
 
 from hf_packfree.models.base import Replacement, upstream_of
 from hf_packfree.models.call import Call
 from hf_packfree.models.entry import enter, replays
-from hf_packfree.models.head_loss import LossOfCall
+from hf_packfree.models.head_loss import LossOfCall, last_layer
 from hf_packfree.models.state import state_of
 from hf_packfree.models.trunk import check_model_of
 
@@ -90,3 +93,29 @@ def forget_losses(output: Any) -> None:
         if output.get(name) is not None:
             # the mean over no target is NaN
             output[name] = output[name].nan_to_num() * 0.0
+
+
+def separate_logits(head: Any, output: Any) -> None:
+    """Where FSDP2 shards a head's last layer by itself, replace the output's logits, in place, by a
+    tensor that is not the layer's own output.
+
+    FSDP2 gathers weights again by hooks on what modules return. On one tensor of the layer and the
+    model, the layer's come first; on padded logits, which another rank may have, the model's do.
+    """
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, Tensor) or not logits.requires_grad or torch.compiler.is_compiling():
+        return
+    if isinstance(last_layer(head)[1], FSDPModule):
+        output.logits = _Alias.apply(logits)
+
+
+class _Alias(Function):
+    """Another tensor of the same memory, and no view, of which FSDP2 warns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

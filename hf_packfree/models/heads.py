@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import half_for, put_in_front
-from hf_packfree.models.base_head import Head, forget_losses
+from hf_packfree.models.base_head import Head, forget_losses, separate_logits
 from hf_packfree.models.call import Call
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
 from hf_packfree.models.context_parallel import check_call, forward_shard
@@ -62,7 +62,9 @@ class PackedHead(Head, metaclass=HeadType):
             return run_fused_head(call, upstream, self._forward_with_loss)
         if (fused := verls_forward_of(self, upstream)) is not None:
             return run_verls_head(call, fused, self._forward_with_loss)
-        return self._forward_with_loss(upstream, call)
+        output = self._forward_with_loss(upstream, call)
+        separate_logits(self, output)
+        return output
 
     def _forward_with_loss(self, upstream: Any, call: Call) -> Any:
         """Run upstream's forward on the row [1, T], or on the unchanged arguments if the batch has

@@ -19,6 +19,7 @@ from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models import head_loss
 from hf_packfree.packing.lazy import LazyTensor
 from tests.integrations.marks import integration
+from tests.models.padded import padded_batch
 from tests.models.test_head_loss import GRADIENT_TOL, LOSS_TOL, packed_batch
 from tests.ranks import two_ranks
 from tests.support import tiny, worst_gradient
@@ -168,3 +169,45 @@ def test_ranks_with_other_kinds_of_rows_gather_alike(tmp_path):
     for way, ranks in zip(SHARDED, every, strict=True):
         for found, alone in zip(ranks, wanted, strict=True):
             assert found["losses"] == pytest.approx(alone["losses"], rel=LOSS_TOL), way
+
+
+ROWS = {
+    "packed": partial(packed_batch, (15, 64)),
+    "alone": partial(packed_batch, (15,)),
+    "padded": partial(padded_batch, "left"),
+}
+UNLIKE = [
+    (("padded", "packed"), False),
+    (("padded", "packed"), True),
+    (("padded", "alone"), False),
+    (("packed", "alone"), False),
+]
+"""The rows of both ranks, and whether they have labels: with labels, reading lazy logits gathers
+weights, and logits of a document alone are not lazy.
+"""
+
+
+def loss_of_ones_own(
+    rank: int, way: str | None, kinds: tuple[str, str], labelled: bool
+) -> dict[str, Any]:
+    """The gradients of a loss of the logits alone, where ranks have other kinds of rows."""
+    model = apply_patches(tiny())
+    wrapped, batch = WRAPPED[way](model) if way else model, ROWS[kinds[rank]]()
+    if not labelled:
+        batch.pop("labels")
+    wrapped(**batch).logits.square().mean().backward()
+    grads: dict[str, Any] = {name: one.grad for name, one in model.named_parameters()}
+    for name, grad in grads.items():
+        if way is None:
+            torch.distributed.all_reduce(grad)
+            grad /= 2
+        grads[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return grads
+
+
+@pytest.mark.slow
+def test_ranks_with_a_loss_of_their_own_gather_alike(tmp_path):
+    cases = [(way, *case) for case in UNLIKE for way in (None, "alone")]
+    ran = two_ranks(loss_of_ones_own, cases, tmp_path)
+    for case, wanted, found in zip(UNLIKE, ran[::2], ran[1::2], strict=True):
+        assert worst_gradient(found[0], wanted[0]) <= GRADIENT_TOL, case
