@@ -22,7 +22,8 @@ sizes:
 - `ahead`: a row's graph is launched while the host still waits for the row's documents, on plans
   that the device makes.
 - fp32 weights that layers read in half precision are rounded before a replay, not in it
-  (`hf_packfree.ops.rounded_weights`).
+  (`hf_packfree.ops.rounded_weights`), and dropout has a seed from before it
+  (`hf_packfree.ops.seeds`).
 - `whole`: all layers in one graph. `by_layer`: each in graphs of its own, where FSDP2 gathers
   weights in hooks around it; `layer_calls` notes what layers are called with, `layer_graphs`
   captures and replays them.

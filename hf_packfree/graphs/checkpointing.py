@@ -2,15 +2,15 @@
 backward pass, by torch's own `checkpoint`.
 
 `checkpoint` saves the random state for the second run, which cannot be read during a capture. So
-that is switched off, and layers that draw random numbers are not captured, but for the masks of
-LoRA's dropout, whose seeds are no random numbers of the capture (`hf_packfree.ops.seeds`).
+that is switched off, dropout draws its masks from seeds instead (`hf_packfree.ops.seeds`), and
+layers that draw other random numbers are not captured.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +21,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
 )
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import dropout
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
+from hf_packfree.ops.fused.dropout import dropout as seeded_dropout
 from hf_packfree.ops.seeds import Seeds
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], ...]]
@@ -86,7 +89,7 @@ def in_capture(module: nn.Module, has_gradients: bool, seeds: Seeds) -> Iterator
 
     Raises:
         NotCapturable: without a graph the layers would get no gradients; at the end of the block,
-            if they drew random numbers.
+            if they drew random numbers other than dropout's.
     """
     named = ((layer, recomputes(layer)) for layer in module.modules())
     layers = [(layer, name, getattr(layer, name)) for layer, name in named if name is not None]
@@ -98,18 +101,23 @@ def in_capture(module: nn.Module, has_gradients: bool, seeds: Seeds) -> Iterator
             "layers are recomputed with use_reentrant=True from inputs without gradients"
         )
     state = _random_state()
-    others = {"use_reentrant": False, "preserve_rng_state": False}
+    # `debug` takes no `context_fn`
+    others = {"use_reentrant": False, "preserve_rng_state": False, "debug": False}
+
+    def contexts() -> tuple[AbstractContextManager[Any], ...]:
+        return tuple(_within(each, _Dropout(seeds)) for each in seeds.of_both_runs())
+
     try:
         for layer, name, function in layers:
             settings = (_settings(function) or {}) | others
-            settings["context_fn"] = _both(seeds.of_both_runs, settings.get("context_fn"))
+            settings["context_fn"] = _both(contexts, settings.get("context_fn"))
             setattr(layer, name, functools.partial(checkpoint, **settings))
         yield
     finally:
         for layer, name, function in layers:
             setattr(layer, name, function)
     if any(map(_differ, state, _random_state())):
-        raise NotCapturable("layers draw random numbers (dropout), and are recomputed")
+        raise NotCapturable("layers draw random numbers, and are recomputed")
 
 
 def _both(contexts: Contexts, others: Contexts | None) -> Contexts:
@@ -120,11 +128,26 @@ def _both(contexts: Contexts, others: Contexts | None) -> Contexts:
 
 
 @contextmanager
-def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _within(
+    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with first, second:
         yield
+
+
+class _Dropout(TorchFunctionMode):
+    """Lets `torch.nn.functional.dropout`, which PEFT's own layers call, draw from seeds."""
+
+    def __init__(self, seeds: Seeds) -> None:
+        super().__init__()
+        self._seeds = seeds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is not dropout or not given.get("training") or given.get("inplace"):
+            return func(*args, **given)
+        x, probability = args[0], given["p"]
+        return seeded_dropout(x, self._seeds.take(x.device), probability) if probability else x
 
 
 def are_alike(function: Any, other: Any) -> bool:

@@ -52,12 +52,17 @@ class Graphs:
         runners = [*self._runners.values()]
         return runners[0] if len(runners) == 1 else None
 
+    @property
+    def replayed(self) -> int:
+        """How many rows were replayed."""
+        return sum(runner.replayed for runner in self._runners.values())
+
     def in_words(self) -> str:
         """Return in words how many rows ran in graphs, and why others did not."""
         runners = list(self._runners.values())
         reasons = sum((runner.reasons for runner in runners), Counter[str]())
         lengths = sorted({key[0].tokens for runner in runners for key in runner.captures.graphs})
-        said = f"{sum(runner.replayed for runner in runners)} rows were replayed"
+        said = f"{self.replayed} rows were replayed"
         ahead = sum(runner.ahead.taken for runner in runners)
         said += f", {ahead} of them launched before their boundaries were read" if ahead else ""
         longer = sum(runner.replayed_in_longer for runner in runners)

@@ -180,13 +180,13 @@ def _unbounded(trunk: Any) -> str | None:
     ours = loaded in state_of(trunk).attends_for or attention_route(loaded) == "flash"
     if "attention" in kernels and not ours:
         return f"attention runs in {loaded} (load the model with attn_implementation='sdpa')"
+    # which no kernel has
+    if "attention" in kernels and getattr(trunk.config, "attention_dropout", None):
+        return "attention has dropout"
     mixing = ((op, name) for op, name in kernels.items() if OPS[op].leaks is not None)
     for op, name in mixing:
         if not OPS[op].backend(name).runs_bounded:
-            return f"{op} runs in {name} as installed, which is not captured"
-    # which no kernel has
-    if getattr(trunk.config, "attention_dropout", 0):
-        return "attention drops out"
+            return f"{op} runs in {name}, of which no graph can be captured"
     return None
 
 

@@ -20,9 +20,9 @@ _STEP = 2
 
 
 class Seed(NamedTuple):
-    """What one mask is drawn from: `base`, int64 [1] on the mask's device, and a number."""
+    """What a mask is drawn from: its row's seed, int64 [1] on the device, and a number."""
 
-    base: Tensor
+    of_row: Tensor
     number: int
 
 
@@ -75,9 +75,9 @@ _in_use: list[Seeds] = []
 
 
 def draw_seed(device: torch.device) -> Seed:
-    """Return the seed of a mask on a device: of a capture's `Seeds`, or else from torch's generator
-    of the device, whose state gradient checkpointing restores.
+    """Return the seed of a mask on a device: of a capture's `Seeds`, whichever thread asks, or else
+    from torch's generator of the device, whose state gradient checkpointing restores.
     """
-    for seeds in _in_use:
-        return seeds.take(device)
+    if _in_use:
+        return _in_use[-1].take(device)
     return Seed(torch.empty(1, dtype=torch.int64, device=device).random_(), _FIRST)

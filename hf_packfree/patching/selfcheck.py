@@ -91,7 +91,8 @@ def tiny(family: Family, *, strength: float | None = None) -> Any:
             upstream's initialisation.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        # not `torch.manual_seed`, which would seed GPUs, too
+        torch.default_generator.manual_seed(0)
         model: Any = getattr(import_module(family.upstream), family.causal_lm)(
             family.tiny_config()
         ).eval()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from hf_packfree.ops.fused.computed_weights import Weight, materialize
-from hf_packfree.ops.fused.lora_kernels import drop_out
+from hf_packfree.ops.fused.dropout import drop
 from hf_packfree.ops.fused.lora_products import (
     Products,
     cat,
@@ -114,16 +114,7 @@ class AdapterGroup:
         """Return x with zeros where it is dropped out; `scaling` makes up for that, in the
         products.
         """
-        if self.seed is None:
-            return x
-        # on a GPU
-        if on_tensor_cores(x):
-            return drop_out(x, self.seed, self.dropout)
-        # a sum beyond int64 is none of torch's seeds
-        seed = (int(self.seed.base) + self.seed.number) % 2**63
-        generator = torch.Generator(x.device).manual_seed(seed)
-        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        return x * keep.bernoulli_(1 - self.dropout, generator=generator)
+        return x if self.seed is None else drop(x, self.seed, self.dropout)
 
 
 def group_adapters(
@@ -185,6 +176,8 @@ class JoinedAdapters:
 
     def h(self, x: Tensor) -> list[Tensor]:
         """Return scaling * dropout(x) A^T of each group [T, K], given x [T, D]."""
+        # copied once for all masks
+        x = x.contiguous() if any(group.dropout for group in self.groups) else x
         return [
             group.products.h(group.drop(x), self.As[group.adapters], group.scaling)
             for group in self.groups

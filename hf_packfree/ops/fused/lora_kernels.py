@@ -1,5 +1,5 @@
 """Launches of the kernels for LoRA's adapters: fp32 split into parts of bfloat16, sums of such
-parts, the gradients of h and B of all layers that read the same tensor, and dropout.
+parts, and the gradients of h and B of all layers that read the same tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_packfree.ops.backend import block_width
 from hf_packfree.ops.fused.reduce import sum_partials
 from hf_packfree.ops.launch import launch
-from hf_packfree.ops.seeds import Seed
 
 # elements of a program
 _BLOCK = 1024
@@ -69,19 +68,6 @@ def add_parts(wide: Tensor, out: Tensor, rank: int, scaling: float) -> Tensor:
     sizes = count, rank, columns, out.stride(0), float(scaling)
     grid = (-(-count // _BLOCK),)
     launch(add_parts, grid, wide.contiguous(), out, *sizes, BLOCK=_BLOCK, num_warps=4)
-    return out
-
-
-def drop_out(x: Tensor, seed: Seed, probability: float) -> Tensor:
-    """Return x, half precision or fp32, with zeros where it is dropped out; the same elements of
-    every tensor of its shape, given the same seed.
-    """
-    from hf_packfree.ops.fused.kernels.lora import drop_out
-
-    x = x.contiguous()
-    out, grid = torch.empty_like(x), (-(-x.numel() // (4 * _BLOCK)),)
-    arguments = x, out, seed.base, seed.number, x.numel(), float(probability)
-    launch(drop_out, grid, *arguments, BLOCK=_BLOCK, num_warps=4)
     return out
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.fused import lora_kernels
-from hf_packfree.ops.fused.lora_kernels import drop_out
+from hf_packfree.ops.fused import dropout
+from hf_packfree.ops.fused.dropout import drop
 from hf_packfree.ops.seeds import Seed
 
 KERNELS = {"drop_out"}
@@ -15,7 +15,8 @@ SHAPE, RATE = (129, 67), 0.25
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(lora_kernels, "_BLOCK", 64)
+    monkeypatch.setattr(dropout, "_BLOCK", 64)
+    monkeypatch.setattr(dropout, "_on_a_gpu", lambda x: True)
 
 
 def seed(base: int, number: int = 3) -> Seed:
@@ -23,18 +24,19 @@ def seed(base: int, number: int = 3) -> Seed:
 
 
 def kept(drawn: Seed, rate: float = RATE, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
-    return drop_out(torch.ones(shape), drawn, rate) != 0
+    return drop(torch.ones(shape), drawn, rate) != 0
 
 
 def test_what_is_kept_is_as_it_was(launched):
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
-    out, mask = drop_out(x, seed(7), RATE), kept(seed(7))
+    out, mask = drop(x, seed(7), RATE), kept(seed(7))
     assert torch.equal(out, x * mask) and "drop_out" in launched
     # a gradient, in another dtype and layout
-    other = x.half().T.contiguous().T
-    assert torch.equal(drop_out(other, seed(7), RATE), other * mask)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        other = x.to(dtype).T.contiguous().T
+        assert torch.equal(drop(other, seed(7), RATE), other * mask)
     assert not kept(seed(7), 1.0).any() and kept(seed(7), 0.0).all()
-    assert drop_out(torch.full((300,), float("nan")), seed(7), RATE).isnan().all()
+    assert drop(torch.full((300,), float("nan")), seed(7), RATE).isnan().all()
 
 
 def test_masks_have_the_rate_and_know_nothing_of_each_other():
@@ -50,3 +52,12 @@ def test_masks_have_the_rate_and_know_nothing_of_each_other():
         for other in others:
             covariance = (mask * other).mean() / (RATE * (1 - RATE))
             assert abs(covariance) < 5 / count**0.5
+
+
+def test_the_gradient_is_dropped_out_where_the_output_is():
+    """Values and mean as torch's own dropout, whose numbers are others."""
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    out = dropout.dropout(x, seed(7), RATE)
+    assert torch.allclose(out, x * kept(seed(7)) / (1 - RATE))
+    assert torch.autograd.gradcheck(lambda x: dropout.dropout(x[:4, :9], seed(7), RATE), x)
+    assert not dropout.dropout(x, seed(7), 1.0).any()

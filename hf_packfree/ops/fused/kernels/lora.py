@@ -1,5 +1,5 @@
 """Triton kernels of LoRA's adapters: fp32 split into three numbers of half precision, the gradients
-of h and B, which both read d_out, sums of partial sums, and dropout.
+of h and B, which both read d_out, and sums of partial sums.
 """
 
 from __future__ import annotations
@@ -212,28 +212,3 @@ def add_parts(wide, out, count, rank, columns, out_stride, scale, BLOCK: tl.cons
     total = tl.load(place, mask=mask, other=0.0) + tl.load(place + rank, mask=mask, other=0.0)
     total += tl.load(place + 2 * rank, mask=mask, other=0.0)
     _store_sums(out, total * scale, token, number, j, rank, out_stride, mask, True)
-
-
-@triton.jit
-def drop_out(x, out, seed, number, count, probability, BLOCK: tl.constexpr):
-    """out [count]: x, or zero times x with that probability, by Philox: its key is the seed plus
-    number, its counter the program and lane, and each of its four numbers decides for one element.
-    Grid: blocks of 4 BLOCK elements.
-    """
-    lane = tl.arange(0, BLOCK)
-    key = tl.load(seed) + number
-    r0, r1, r2, r3 = tl.rand4x(key, tl.program_id(0) * BLOCK + lane)
-    place = tl.program_id(0).to(tl.int64) * (4 * BLOCK) + lane
-    _drop(x, out, place, r0, count, probability)
-    _drop(x, out, place + BLOCK, r1, count, probability)
-    _drop(x, out, place + 2 * BLOCK, r2, count, probability)
-    _drop(x, out, place + 3 * BLOCK, r3, count, probability)
-
-
-@triton.jit
-def _drop(x, out, place, random, count, probability):
-    """Write one element of each lane; `random` is between 0 and 1."""
-    inside = place < count
-    value = tl.load(x + place, mask=inside, other=0.0)
-    kept = (random >= probability).to(value.dtype)
-    tl.store(out + place, value * kept, mask=inside)
