@@ -395,3 +395,12 @@ def test_the_torch_reference_rounds_as_upstreams_norm():
     nn.init.normal_(norm.weight)
     x = torch.randn(1, 9, norm.weight.numel(), dtype=torch.bfloat16)
     assert torch.equal(add_norm(x, None, norm.weight, norm.eps)[0], norm(x))
+
+
+def test_a_self_check_leaves_all_generators_as_they_were(monkeypatch):
+    """GPUs' as well, from which dropout draws: nobody restores those."""
+    seeded, before = [], torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    one, other = (selfcheck.tiny(by_family["llama"]).lm_head.weight for _ in range(2))
+    assert torch.equal(one, other) and torch.equal(torch.get_rng_state(), before)
+    assert not seeded
