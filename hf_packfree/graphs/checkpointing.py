@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.graphs.captured_sequence import NotCapturable
-from hf_packfree.ops.fused.dropout import dropout as seeded_dropout
+from hf_packfree.ops.dropout import dropout as seeded_dropout
 from hf_packfree.ops.seeds import Seeds
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], ...]]

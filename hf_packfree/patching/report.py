@@ -241,8 +241,9 @@ def _graphs_in_words(model: nn.Module, family: Family, state: PatchState, x: tor
     loaded = getattr(_config(model, family), "_attn_implementation", None) or ""
     said = state.graphs.in_words()
     if attention_route(loaded) == "flash" and state.graphs.replayed:
-        ours = state.kernels_for(x.device, compute_dtype(x)).bare()["attention"]
-        said += f"; in graphs attention runs in {ours}, in other rows in {loaded}"
+        kernels = state.kernels_for(x.device, compute_dtype(x)).bare()
+        for op in (op for op in OPS.values() if op.loaded and op.where == "layers"):
+            said += f"; in graphs {op.name} runs in {kernels[op.name]}, in other rows in {loaded}"
     return said
 
 

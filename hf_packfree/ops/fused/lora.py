@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
+from hf_packfree.ops.dropout import drop
 from hf_packfree.ops.fused.computed_weights import Weight, materialize
-from hf_packfree.ops.fused.dropout import drop
 from hf_packfree.ops.fused.lora_products import (
     Products,
     cat,

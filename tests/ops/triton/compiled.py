@@ -22,12 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+from hf_packfree.ops import dropout
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule.segments import fold
 from hf_packfree.ops.fused import (
     add_norm,
-    dropout,
     gated_rms_norm,
     gates,
     lora,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_packfree.ops.fused import dropout
-from hf_packfree.ops.fused.dropout import drop
+from hf_packfree.ops import dropout
+from hf_packfree.ops.dropout import drop
 from hf_packfree.ops.seeds import Seed
 
 KERNELS = {"drop_out"}
