@@ -6,13 +6,14 @@ For CUDA graphs: their runner knows when a row begins, and that the weights are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.in_use import listed
 from hf_packfree.ops.launch import launch
 
 # rows of a program of `round_changed`
@@ -95,16 +96,9 @@ class RoundedWeights:
         self._kernels: _Kernels | None = None
         self._versions: list[int] = []
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Let `copy_of` find these copies in the block, in all threads: autograd recomputes layers
-        in one of its own.
-        """
-        _in_use.append(self)
-        try:
-            yield
-        finally:
-            _in_use.remove(self)
+    def in_use(self) -> AbstractContextManager[None]:
+        """Let `copy_of` find these copies in the block."""
+        return listed(self, _in_use)
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
         """Return the copy of a weight, or of what stands for it at its address; it has no memory at

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_packfree.ops.in_use import listed
+
 # neither 1 nor a multiple of 16, for which Triton would compile a kernel of their own
 _FIRST = 3
 _STEP = 2
@@ -33,16 +35,9 @@ class Seeds:
         self._of_row: Tensor | None = None
         self._next = _FIRST
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Let `draw_seed` take from these in the block, in all threads: autograd recomputes layers
-        in one of its own.
-        """
-        _in_use.append(self)
-        try:
-            yield
-        finally:
-            _in_use.remove(self)
+    def in_use(self) -> AbstractContextManager[None]:
+        """Let `draw_seed` take from these in the block."""
+        return listed(self, _in_use)
 
     def take(self, device: torch.device) -> Seed:
         """Return the next seed."""

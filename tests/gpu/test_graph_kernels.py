@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from hf_packfree import patch_report
-from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import varlen
 from hf_packfree.packing import PackedSequence
 from tests.benchmarks.family_shapes import FAMILY_SHAPES
 from tests.gpu.checks import TRIAL, gpu, spans
 from tests.gpu.small import packed_row, small
 from tests.gpu.test_graphs import ROWS, model_of, step, without
+from tests.gpu.test_trees import switch
 from tests.integrations.marks import needs
 from tests.support import checkpoint_layers, gradients, relative_rms, runner_of
 
@@ -90,10 +90,9 @@ def model(request) -> Any:
 
 def run_plainly(model: Any, lengths: Any, tokens: Tensor) -> Tensor:
     """Run a row as it is, not in a bucket, without a graph."""
-    options = vars(state_of(model.base_model))
-    options["cuda_graphs"] = "never"
+    switch(model, "never")
     out = step(model, lengths, tokens=tokens)
-    options["cuda_graphs"] = "auto"
+    switch(model, "auto")
     return out
 
 

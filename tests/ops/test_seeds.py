@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -72,8 +73,6 @@ def test_a_second_run_drops_what_the_first_did(reentrant, chosen):
 
 
 def _noting(entered):
-    from contextlib import contextmanager
-
     @contextmanager
     def noting(what):
         entered.append(what)
