@@ -14,6 +14,9 @@ from tests.benchmarks.models import pin_kernels, precise_products
 from tests.benchmarks.timing import rounded
 from tests.support import put_upstream_in_torch
 
+# torch wants it where gradients are added up in one order, and reads it once
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 OUT = os.environ.get("PACKFREE_GPU_OUT")
 """The folder where measured errors and the tests' outcomes are appended, as lines of JSON; none
 if not set.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -71,12 +72,16 @@ MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "Llama": (of_family("llama", 3), ()),
     "gpt-oss": (of_family("gptoss", 2), ()),
 }
-AGAIN = 2
-"""Times what gradients of the layers, run twice without a graph, differ by: flash attention and
-mamba-ssm add them up in any order. Nothing for all others.
-"""
 LEAK = 0.05
 """What the control makes of a row at least, relative RMS; on an H200 from 0.06 on."""
+
+
+@pytest.fixture(autouse=True)
+def in_one_order() -> Iterator[None]:
+    """Flash attention and mamba-ssm add up gradients in one order, instead of in any."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=marks) for name, (_, marks) in MODELS.items()])
@@ -108,18 +113,13 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def test_packings_in_turns(record, model):
-    """Each row has the bits of its bucket without a graph."""
-    replayed, errors, noises = runner_of(model).replayed, [], []
+    """Each row has the bits of its bucket without a graph, and its gradients have."""
+    replayed = runner_of(model).replayed
     for number, lengths in enumerate(ROWS * 2):
         values, grads = gradients_of(model, step, lengths, number)
-        (wanted, others), (_, again) = (
-            gradients_of(model, without, lengths, number) for _ in range(2)
-        )
+        wanted, others = gradients_of(model, without, lengths, number)
         record(f"{lengths[:3]}, values", relative_rms(values, wanted), 0.0)
-        errors.append(worst(grads, others))
-        noises.append(worst(again, others))
-    record("gradients", max(errors), AGAIN * max(noises), noise=max(noises))
-    assert max(noises) < LEAK
+        record(f"{lengths[:3]}, gradients", worst(grads, others), 0.0)
     assert runner_of(model).replayed == replayed + 2 * len(ROWS), patch_report(model).cuda_graphs
 
 
