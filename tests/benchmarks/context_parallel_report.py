@@ -54,7 +54,12 @@ def every(folder: Path = FOLDER) -> dict[str, str]:
     """Return {mark: what the page has to hold between its marks of that name}; nothing where
     nothing was measured.
     """
-    others = {"fsdp2": fsdp2, "trainer": trainer, "curves": curves}
+    others = {
+        "fsdp2": fsdp2,
+        "step-to-step": step_to_step,
+        "trainer": trainer,
+        "curves": curves,
+    }
     found = {MARK: tables(sorted(folder.glob("*-x2-context-parallel*.jsonl")))}
     # the newest; what it says of two is beside what was measured
     found[f"{MARK}-predicted"] = "".join(
@@ -268,6 +273,27 @@ def _ddp(rows: Rows) -> list[str]:
             times = (f"{row['ms']:,.0f} ms" if "ms" in row else "" for row in found)
             body.append(f"| {title} | {' | '.join(times)} |")
     return [*as_table(("2B shape, DDP over two, autocast", *ways), body), ""] if body else []
+
+
+def step_to_step(path: Path) -> str:
+    """Return the table of `trainer.train()` under FSDP2, with the memory that a rank reserves."""
+    titles = {
+        "trl-8k-lora-fsdp2": "`SFTTrainer`, LoRA, its defaults (layers recomputed)",
+        "trainer-8k-full-fsdp2": "`Trainer(bf16=True)`, full training",
+    }
+    names = {
+        "transformers, packed": "unpatched packed",
+        "packfree, no graphs": "packfree, no graphs",
+        "packfree": "packfree",
+        "packfree, `activation_checkpointing`": "packfree, FSDP recomputes",
+    }
+    rows = _rows(path)
+    body = [
+        f"| {title} | {' | '.join(_cell(rows.get((work, name), {})) for name in names.values())} |"
+        for work, title in titles.items()
+    ]
+    head = ("FSDP2 over two, step to step, 8,192 tokens a rank", *names)
+    return "\n".join([caption(path, "fp32 shards, autocast"), "", *as_table(head, body), ""])
 
 
 def trainer(path: Path) -> str:
