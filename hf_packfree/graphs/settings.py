@@ -22,7 +22,7 @@ HOOKS = (
     "_backward_pre_hooks",
     "_hf_hook",
 )
-LONGEST = 8192
+LONGEST = 16384
 """The most tokens of a captured row: with more, the GPU takes longer than the host anyway
 (docs/performance.md).
 """

@@ -76,7 +76,7 @@ def apply_patches(
         padded: how padded rows of one document run: "lazy", real tokens only in the patched layers,
             and a training step's logits are padded to the caller's shape only when something reads
             them; "upstream", bit for bit as unpatched.
-        cuda_graphs: "auto": training steps of few tokens (up to 8,192) replay CUDA graphs of the
+        cuda_graphs: "auto": training steps of few tokens (up to 16,384) replay CUDA graphs of the
             layers, so that they do not wait for the host. From the second row on, a row that no
             graph has room for is captured, and the graph's memory stays allocated. What cannot be
             captured (operations that run in PyTorch, hooks, offloaded activations, FSDP1), or would

@@ -7,12 +7,13 @@ the callback, beside transformers' own and the composed model; and beside a loop
 Weights are fp32, and steps run under bf16 autocast (`bf16=True`), which is what both do by default;
 in "trl-8k-qlora" they are bitsandbytes' NF4, computing in bf16, and what
 `prepare_model_for_kbit_training` makes of the rest: norms, embeddings and head in fp32. A row of
-8,192 tokens holds 16 documents of 512, one of 2,048 tokens 16 of 128; in "trl-ragged-lora" a padded
-batch, which is what TRL makes by default, has 8 documents of 32 to 1,024 tokens. "ms" is a step's
-share of the time of the last 20, of 100 there, data loading, clipping and AdamW included; nothing
-waits for the device between them but what the trainer does by itself, which logs every 10 steps. TRL
-recomputes layers by default, the Trainer does not. "the Trainer waits" is without
-`hf_packfree.trainer.waits`. "logged" is what the last log said.
+8,192 tokens holds 16 documents of 512, longer ones more of them, one of 2,048 tokens 16 of 128; in
+"trl-ragged-lora" a padded batch, which is what TRL makes by default, has 8 documents of 32 to 1,024
+tokens. "trl-8k-lora-dropout" has `lora_dropout=0.05`. "ms" is a step's share of the time of the last
+20, of 100 there, data loading, clipping and AdamW included; nothing waits for the device between them
+but what the trainer does by itself, which logs every 10 steps. TRL recomputes layers by default, the
+Trainer does not. "the Trainer waits" is without `hf_packfree.trainer.waits`. "logged" is what the last
+log said.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class WalksThrough(PackFreeCallback):
         self._run.remembered.take_off()
 
 
+WITH_DROPOUT, DROPOUT = "lora with dropout", 0.05
 ROUNDED = "packfree, weights rounded in each product"
 WAITS = "packfree, the Trainer waits"
 # {its name: (the model, its callback, the Trainer's arguments)}
@@ -147,10 +149,17 @@ def prepared(model: nn.Module, adapters: str) -> nn.Module:
     return prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=options)  # type: ignore[no-any-return]
 
 
+def lora_of(adapters: str) -> Any:
+    """Return PEFT's configuration of what is trained."""
+    from peft import LoraConfig
+
+    dropout = DROPOUT if adapters == WITH_DROPOUT else 0.0
+    return LoraConfig(r=16, target_modules="all-linear", lora_dropout=dropout)
+
+
 def sft(model: nn.Module, data: Data, adapters: str, **common: Any) -> Trainer:
     """Return TRL's trainer as its documentation builds it."""
     from datasets import Dataset
-    from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     from tests.integrations.test_trl import tokenizer
@@ -168,7 +177,7 @@ def sft(model: nn.Module, data: Data, adapters: str, **common: Any) -> Trainer:
         SFTConfig(**common, **rows),
         train_dataset=Dataset.from_dict({"input_ids": ids}),
         processing_class=tokenizer(),
-        peft_config=LoraConfig(r=16, target_modules="all-linear") if adapters else None,
+        peft_config=lora_of(adapters) if adapters else None,
         callbacks=callbacks,
     )
 
@@ -319,6 +328,9 @@ def main() -> None:
         ("trl-8k-full", sft, "", Data(512)),
         ("trl-8k-lora-padding-free", sft, "lora", Data(512, rows="padding_free")),
         ("trl-2k-lora", sft, "lora", Data(128)),
+        ("trl-16k-lora", sft, "lora", Data(512, number=32)),
+        ("trl-12k-lora", sft, "lora", Data(512, number=24)),
+        ("trl-8k-lora-dropout", sft, WITH_DROPOUT, Data(512)),
         ("trl-ragged-lora", sft, "lora", ragged),
     ):
         if options.tiny:
@@ -333,7 +345,8 @@ def main() -> None:
                 name = name.replace("packed", "padded")
             results.row(workload, name, measure)
             free()
-        if data.rows == "padded":
+        # a loop of one's own has adapters without dropout
+        if data.rows == "padded" or adapters == WITH_DROPOUT:
             continue
         recomputed = make is not plain
         for name, graphs in LOOPS.items():
