@@ -62,7 +62,7 @@ class Settings:
         # most dictionaries are empty, such as those of hooks
         self._empty = [each for each in found if not each]
         self._attributes = [each for each in found if each]
-        self._copies = [found.copy() for found in self._attributes]
+        self._copies = [_copied(found) for found in self._attributes]
         self._recomputed = [
             (each, copy)
             for each, copy in zip(self._attributes, self._copies, strict=True)
@@ -134,6 +134,13 @@ def _containers(attributes: dict[str, Any], own_weights: bool) -> Iterator[Any]:
     )
 
 
+def _copied(found: Any) -> Any:
+    """Return a copy of a container; of a dictionary a plain one, since the class that DeepSpeed's
+    ZeRO-3 keeps parameters in cannot be copied.
+    """
+    return dict(found.items()) if isinstance(found, dict) else found.copy()
+
+
 Places = list[tuple[dict[str, Any], str]]
 """Where modules keep their parameters, and under which names."""
 
@@ -188,6 +195,8 @@ def switches_of(module: nn.Module) -> tuple[Any, ...]:
 
 def why_not(module: nn.Module) -> str | None:
     """Return why a model cannot be captured, or None."""
+    if any(hasattr(parameter, "ds_shape") for parameter in module.parameters()):
+        return "DeepSpeed's ZeRO-3 gathers its weights"
     parts = [*_parts(module)]
     for name, part in parts:
         why = _why_not_part(name, part) or checkpointing.why_not(part)

@@ -21,6 +21,10 @@ passes.
 """
 
 
+ZERO3 = "hooks of ZeRO-3 (not where its leaf_module names the decoder layers)"
+"""The reason of projections whose weights DeepSpeed gathers one by one."""
+
+
 def why_not_fused(layer: Any, x: Tensor, *, adapters: bool = True) -> str | None:
     """Return why a linear layer that reads x is not fused, in words, or None if it is fused.
 
@@ -61,9 +65,15 @@ def _peft_method(layer: Any) -> str | None:
     return None
 
 
+def _called_for(layer: nn.Module) -> str:
+    """Return what runs only if a layer is called, in words."""
+    gathered = any(hasattr(parameter, "ds_shape") for parameter in layer.parameters())
+    return ZERO3 if gathered else "hooks or a forward of its own"
+
+
 def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
     if not runs_class_forward(vars(layer)):
-        return "hooks or a forward of its own"
+        return _called_for(layer)
     if quantised and read_weight(layer, compute_dtype(x)) is not None:
         return None
     return _quantisation(layer, x)
@@ -72,7 +82,7 @@ def _of_linear(layer: nn.Linear, x: Tensor, quantised: bool) -> str | None:
 def _of_lora(layer: Any, x: Tensor) -> str:
     """Return why a LoRA layer is not fused, in words."""
     if not runs_class_forward(vars(layer)):
-        return "LoRA with hooks or a forward of its own"
+        return f"LoRA with {_called_for(layer)}"
     if getattr(layer, "lora_magnitude_vector", None):
         drops = any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())
         return "DoRA with dropout" if drops else "DoRA"

@@ -1,8 +1,6 @@
-"""DeepSpeed's ZeRO-3 and upstream's tensor parallel plan in two processes; pipelines."""
+"""Upstream's tensor parallel plan in two processes; pipelines."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report
-from hf_packfree.errors import ContractError
 from tests.input_formats import row_batch
 from tests.integrations.compare import (
     RATE,
@@ -21,9 +18,7 @@ from tests.integrations.compare import (
     per_document,
     worst,
 )
-from tests.integrations.marks import integration, needs
-from tests.integrations.test_parallel import launch
-from tests.mtp.heads import build
+from tests.integrations.marks import integration
 from tests.ranks import two_ranks
 from tests.support import CONTROL, GRADIENT_TOL, ROW, tiny
 
@@ -32,51 +27,6 @@ def check(error: float, control: float, record_property) -> None:
     record_property("error", error)
     record_property("control", control)
     assert error <= GRADIENT_TOL and control >= CONTROL * GRADIENT_TOL
-
-
-@integration("DeepSpeed", "ZeRO-3, weights sharded while loading")
-@needs("deepspeed")
-def test_zero3(tmp_path, record_property):
-    tiny().save_pretrained(tmp_path / "checkpoint")
-    found = []
-    for kind in ("patched", "unpatched"):
-        out = tmp_path / f"{kind}.json"
-        done = launch(
-            "tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), kind
-        )
-        assert out.exists(), done.stderr[-4000:]
-        found.append(json.loads(out.read_text())["error"])
-    check(*found, record_property)
-
-
-@integration("DeepSpeed", "ZeRO-3, multi-token prediction head")
-@needs("deepspeed")
-def test_zero3_trains_a_multi_token_head(tmp_path, record_property):
-    """All gradients of the model and its head, whose loss needs the language modelling head's
-    weight once more.
-    """
-    build(depth=2).save_pretrained(tmp_path / "checkpoint")
-    out = tmp_path / "head.json"
-    done = launch(
-        "tests/integrations/two_processes.py", str(out), str(tmp_path / "checkpoint"), "head"
-    )
-    assert out.exists(), done.stderr[-4000:]
-    record_property("error", error := json.loads(out.read_text())["error"])
-    assert error <= GRADIENT_TOL
-
-
-def test_a_sharded_parameter_is_measured_by_what_it_stands_for():
-    """As ZeRO-3 leaves it, without DeepSpeed: empty, with its shape beside it."""
-    model = tiny()
-    layer = model.model.layers[0].linear_attn
-    for parameter in (layer.A_log, layer.dt_bias, layer.conv1d.weight, layer.norm.weight):
-        parameter.ds_shape, parameter.data = parameter.shape, parameter.data.new_empty(0)
-    assert patch_report(apply_patches(model)).patched
-    model = tiny()
-    layer = model.model.layers[0].linear_attn
-    layer.A_log.ds_shape, layer.A_log.data = torch.Size([7]), layer.A_log.data.new_empty(0)
-    with pytest.raises(ContractError, match="A_log is \\(7,\\)"):
-        apply_patches(model)
 
 
 def tensor_parallel(rank: int, folder: str, patched: bool) -> list[dict[str, torch.Tensor]]:
