@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.autograd import Function
 from hf_packfree.graphs.captured_sequence import NotCapturable
 from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
 from hf_packfree.graphs.parts import CapturedPart, gradients, inputs_of, nodes_of, parts_of
+from hf_packfree.graphs.replayed_row import Row, refuse_changed, refuse_second, states_of
 from hf_packfree.graphs.settings import Places, places_of, weights_at
 from hf_packfree.once_differentiable import once_differentiable
 
@@ -31,19 +32,6 @@ which weights are rounded (`hf_packfree.ops.rounded_weights`), the second runs w
 IN_THREAD: Any = "thread_local"
 """The error mode of captures: other threads pin memory for the next batches meanwhile."""
 Body = Callable[..., Tensor]
-
-
-class Row:
-    """One replay. While it is alive, until its backward has run or its output is freed, the graph
-    may not be replayed again.
-
-    Args:
-        parts: of the backward pass, of which `left` are still to run.
-        out: the function's value, which `_Replay.forward` takes out.
-    """
-
-    def __init__(self, parts: int, out: Tensor | None = None) -> None:
-        self.left, self.out = parts, out
 
 
 class CaptureStream:
@@ -134,6 +122,8 @@ class Graph:
         kept: what holds all else that the body reads, such as frozen weights and plans: it lives as
             long as the graph, which a backward pass that is still to come keeps.
         layers: at whose inputs the backward pass is cut, see `parts_of`.
+        weights: all that the body reads, frozen ones, too; a backward pass is refused if they
+            changed since its forward pass, as autograd refuses it.
     """
 
     def __init__(
@@ -145,11 +135,12 @@ class Graph:
         read: Sequence[Tensor],
         kept: Any = None,
         layers: Sequence[nn.Module] = (),
+        weights: Sequence[Tensor] = (),
     ) -> None:
         # the pool, too: its stream has the memory of cuBLAS's workspaces
         self.kept = kept, pool
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
-        self.parameters = tuple(parameters)
+        self.parameters, self.weights = tuple(parameters), tuple(weights)
         self.parts: list[CapturedPart] = []
         self._row: Any = lambda: None
         with torch.cuda.device_of(self.inputs[0]):
@@ -166,6 +157,8 @@ class Graph:
         with torch.cuda.stream(pool.stream):
             for _ in range(WARM_UP):
                 out = body(*self.inputs)
+                if not out.requires_grad:
+                    raise NotCapturable("nothing that it reads is trained")
                 gradients(out, leaves, torch.zeros_like(out))
         before.wait_stream(pool.stream)
         refuse_other_leaves(out, leaves)
@@ -222,7 +215,7 @@ class Graph:
         """Return a copy of the function's value after `launch` with the same inputs, and its place
         in autograd, which takes the host time for every parameter: the GPU runs meanwhile.
         """
-        row = Row(len(self.parts), self.out.clone())
+        row = Row(len(self.parts), self.out.clone(), states_of(self.weights))
         self._row = weakref.ref(row)
         leaves = self._leaves(inputs, self.parameters)
         link: Any = None
@@ -320,19 +313,6 @@ def forget_failed_capture(device: torch.device) -> None:
         generator.graphsafe_set_state(generator.clone_state())
 
 
-def refuse_second() -> NoReturn:
-    """Refuse a second backward pass.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError(
-        "found a second backward pass through one forward pass, whose values a CUDA graph "
-        "no longer has; wanted one; pass cuda_graphs='never' to PackFreeCallback or "
-        "apply_patches for losses that need more"
-    )
-
-
 def free_memory(device: torch.device) -> float:
     """Return which share of the GPU's memory nobody holds, 0 to 1."""
     free, total = torch.cuda.mem_get_info(device)
@@ -368,6 +348,8 @@ class _Replay(Function):
         row, number = ctx.row, ctx.number
         if row.left != len(ctx.graph.parts) - number:
             refuse_second()
+        if number == 0:
+            refuse_changed(ctx.graph.weights, row.weights)
         row.left -= 1
         d_link = d_out.new_empty(0) if ctx.is_linked else None
         return None, None, None, d_link, *ctx.graph.run_backward(number, d_out)

@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hf_packfree.graphs.capture import (
-    WARM_UP,
-    Pool,
-    Row,
-    reading,
-    refuse_other_leaves,
-    refuse_second,
-)
+from hf_packfree.graphs.capture import WARM_UP, Pool, reading, refuse_other_leaves
 from hf_packfree.graphs.captured_sequence import CapturedSequence, NotCapturable
 from hf_packfree.graphs.checkpointing import own_forward
 from hf_packfree.graphs.gradient_buffers import borrowed
@@ -39,6 +32,7 @@ from hf_packfree.graphs.layer_calls import (
     with_record,
 )
 from hf_packfree.graphs.parts import gradients
+from hf_packfree.graphs.replayed_row import Row, refuse_second
 from hf_packfree.graphs.settings import places_of, weights_at
 from hf_packfree.once_differentiable import once_differentiable
 from hf_packfree.packing import PackedSequence

@@ -160,6 +160,12 @@ def weights_at(places: Places) -> list[Tensor]:
     return [parameters[name] for parameters, name in places]
 
 
+def read_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that a text model's graph may read: all but the embedding's."""
+    own = chain.from_iterable(part._parameters.values() for _, part in _parts(module))
+    return [parameter for parameter in own if parameter is not None]
+
+
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 

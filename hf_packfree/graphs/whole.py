@@ -13,7 +13,7 @@ from hf_packfree.graphs.ahead import Inputs
 from hf_packfree.graphs.capture import Graph, Pool, in_the_place_of
 from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.parts import layers_to_cut_at
-from hf_packfree.graphs.settings import Settings, why_not
+from hf_packfree.graphs.settings import Settings, read_weights, why_not
 from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.ops.seeds import Seeds
 from hf_packfree.packing import PackedSequence
@@ -77,6 +77,7 @@ class Whole:
         rounded = self.rounded
         trunk = self._trunk()
         assert trunk is not None
+        weights = read_weights(trunk)
 
         def body(embeddings: Tensor, positions: Tensor) -> Tensor:
             rounded.allocate(SPARE_OF_COPIES)
@@ -90,4 +91,5 @@ class Whole:
         ):
             # the backward graph reads plans, weights and seeds, too
             kept = self.settings, packed, rounded, self.seeds
-            return Graph(body, inputs, parameters, pool, read, kept, layers_to_cut_at(trunk))
+            cuts = layers_to_cut_at(trunk)
+            return Graph(body, inputs, parameters, pool, read, kept, cuts, weights)

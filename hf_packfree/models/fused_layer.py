@@ -20,6 +20,7 @@ from hf_packfree.models.base import (
     size_of_norm,
     upstream_of,
 )
+from hf_packfree.models.linear_weights import runs_class_forward
 from hf_packfree.models.peft_lora import spare_columns_for
 from hf_packfree.models.plain_layers import dtype_read, epsilon, norm_offset, swiglu_layers
 from hf_packfree.models.state import state_of
@@ -59,14 +60,14 @@ class FusedDecoderLayer(Replacement):
         mixer = self._mixer()
         ours = isinstance(mixer, Replacement)
         # a wrapper reads the norm in its own way
-        readers = _parts(mixer, mixer.inputs) if ours else [mixer]
+        readers = _readers(mixer, mixer.inputs) if ours else [mixer]
         normed, x = self._add_norm(
             hidden_states, None, self.input_layernorm, readers, joined=ours and mixer.joins_inputs
         )
         mixed = mixer(hidden_states=normed, **arguments)
         # attention may return its weights too
         mixed = mixed[0] if isinstance(mixed, tuple) else mixed
-        readers = _parts(self.mlp, _MLP_INPUTS)
+        readers = _readers(self.mlp, _MLP_INPUTS)
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, readers)
         return self._feed_forward(normed, x)
 
@@ -141,7 +142,12 @@ class FusedDecoderLayer(Replacement):
         }
 
 
-def _parts(module: Any, names: tuple[str, ...]) -> list[Any]:
+def _readers(module: Any, names: tuple[str, ...]) -> list[Any]:
+    """Return the linear layers that read what a module is called with; the module, where its hooks,
+    or a forward on the instance, read it first.
+    """
+    if not runs_class_forward(vars(module)):
+        return [module]
     return [module._modules.get(name) for name in names]
 
 

@@ -53,6 +53,13 @@ def test_the_backward_pass_is_captured_without_autocast(recording):
     assert Seen.found == [False] * (capture.WARM_UP + 1)
 
 
+def test_what_reads_nothing_that_is_trained_is_not_captured(recording):
+    """As where the adapters that are trained are switched off."""
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(NotCapturable, match="nothing that it reads is trained"):
+        Graph(lambda x: 2 * x, [torch.ones(2, 3)], [weight], recording, [weight])
+
+
 class Layer(nn.Module):
     """Multiplies by a weight, unless it is told to leave the gradient of what it reads out."""
 

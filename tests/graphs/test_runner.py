@@ -202,6 +202,34 @@ def test_a_row_waits_for_the_backward_of_the_one_before(model):
     assert runner_of(model).replayed == replayed + 3
 
 
+def in_place(weight):
+    weight.mul_(2)
+
+
+def by_other_memory(weight):
+    weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("change", [in_place, by_other_memory])
+def test_a_weight_that_changed_before_the_backward_pass_is_refused(model, change, frozen):
+    """As by autograd, which does not see what a graph reads. The embedding's is not read again."""
+    weight = model.model.layers[1].mlp.up_proj.weight.requires_grad_(not frozen)
+    for _ in range(2):
+        hidden(model, ROWS[0]).sum().backward()
+    replayed = runner_of(model).replayed
+    out, embedding = hidden(model, ROWS[0]), model.get_input_embeddings().weight
+    with torch.no_grad():
+        change(embedding)
+    out.sum().backward()
+    out = hidden(model, ROWS[0])
+    assert runner_of(model).replayed == replayed + 2
+    with torch.no_grad():
+        change(weight)
+    with pytest.raises(RuntimeError, match=r"found a weight of shape .* that was changed between"):
+        out.sum().backward()
+
+
 def test_a_row_on_another_stream_waits_for_the_one_before(model, monkeypatch):
     """Whose graph may still run there, in memory that is about to be written."""
     for _ in range(3):

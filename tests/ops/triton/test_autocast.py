@@ -222,6 +222,32 @@ def influences(model, parts):
 
 
 @pytest.mark.slow
+def by_a_forward(part, see):
+    """What it does, in fp32."""
+    forward = torch.autocast("cpu", enabled=False)(part.forward)
+    part.forward = lambda *args, **kwargs: see(args, kwargs) or forward(*args, **kwargs)
+
+
+def by_a_hook(part, see):
+    part.register_forward_pre_hook(lambda _, *given: see(*given), with_kwargs=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    # a mixer with a forward of its own is refused
+    [("mlp", by_a_forward), ("mlp", by_a_hook), ("self_attn", by_a_hook)],
+)
+def test_what_reads_a_norm_first_is_given_what_stock_gives_it(family, name, read, rounds_to_bf16):
+    """In fp32, which the linear layers inside of it would round."""
+    model, dtypes = on_kernels(tiny(family), fused="triton"), []
+    part = next(getattr(each, name) for each in model.model.layers if hasattr(each, name))
+    read(part, lambda args, kwargs: dtypes.append((*args, *kwargs.values())[0].dtype))
+    with torch.autocast("cpu", BF16):
+        model(**BATCH.inputs).logits.sum().backward()
+    assert dtypes == [FP32]
+
+
 def test_a_gradient_scaler_in_fp16_scales_what_is_small_and_skips_what_overflows():
     model = on_kernels(tiny(), fused="triton")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
