@@ -19,7 +19,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, T
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from hf_packfree.errors import LeakDetected, PatchConflict
 from hf_packfree.mtp import MTPOptions
-from hf_packfree.trainer import callback
+from hf_packfree.trainer import callback, training_run
 from hf_packfree.trainer.flops import FlopsPerToken, peak_of
 from tests.support import (
     CONTROL,
@@ -166,6 +166,46 @@ def test_packing_facts_are_in_the_trainers_logs(tmp_path):
     assert first["packfree/real_token_share"] == 1.0 and first["packfree/tokens_per_second"] > 0
     assert first["packfree/influence"] == 0.0 and "packfree/influence" not in second
     assert not trainer.model.model.packfree.observers and not trainer.model.model._forward_pre_hooks
+
+
+class Clock(TrainerCallback):
+    """A second in each step, and what somebody else adds."""
+
+    now = 0.0
+
+    def on_step_begin(self, *args, **kwargs):
+        self.now += 1
+
+
+def test_speed_is_that_of_training_alone(tmp_path, monkeypatch):
+    """Without passes that have no gradients, such as a reference model's, and without evaluation."""
+    clock = Clock()
+    monkeypatch.setattr(training_run, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    class Twice(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            with torch.no_grad():
+                model(**inputs)
+            return super().compute_loss(model, inputs, **kwargs)
+
+        def evaluate(self, *args, **kwargs):
+            clock.now += 100
+            return super().evaluate(*args, **kwargs)
+
+    often = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    trainer = Twice(
+        tiny().train(),
+        arguments(tmp_path, max_steps=3, logging_steps=1, **often),
+        DataCollatorWithFlattening(),
+        dataset(),
+        dataset(ROW[:2]),
+        callbacks=[PackFreeCallback(), clock],
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    steps = ROW[:STEP], ROW[STEP:], ROW[:STEP]
+    assert [log["packfree/tokens_per_second"] for log in logs] == [*map(sum, steps)]
+    assert [log["packfree/documents_per_row"] for log in logs] == [*map(len, steps)]
 
 
 def test_padding_is_counted_as_padding(tmp_path):

@@ -239,6 +239,15 @@ class PackFreeCallback(TrainerCallback):
         if (trainer := trainer_of(args)) is not None:
             leave_losses(trainer)
 
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the time that an evaluation took out of the facts about training."""
+        if self._run is not None:
+            self._run.counts.leave_out()
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the time that saving took out, too."""
+        self.on_evaluate()
+
     def on_log(
         self,
         args: TrainingArguments,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -115,6 +116,7 @@ class TrainingRun:
             skipped: the optimizer made no step, because gradients overflowed.
         """
         self.take_off()
+        self.counts.see()
         self.stepped = self.stepped or not skipped
 
     def _let_graphs_wait(self, wait: bool) -> None:
@@ -196,18 +198,21 @@ class SmoothedLabels(_OfAStep):
 
 
 class Counts(_OfAStep):
-    """Running totals since the last log; token counts stay on the device until the next log, so
-    that no step waits for the device.
+    """Running totals of training since the last log; token counts stay on the device until the next
+    log, so that no step waits for the device.
     """
 
     def __init__(self) -> None:
         self.rows = self.documents = self.tokens_with_padding = 0
         self.tokens: int | Tensor = 0
-        self.since = time.perf_counter()
+        self.since = self.seen = time.perf_counter()
         self.shared, self.mean_document = False, 0.0
 
     @uncompiled
     def __call__(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
+        # a reference model's pass, or a token that is generated
+        if not torch.is_grad_enabled():
+            return
         # ranks that share a batch each count all of it
         if packed is not None and packed.is_shard:
             packed, self.shared = packed.whole_batch, True
@@ -222,6 +227,16 @@ class Counts(_OfAStep):
             padded = isinstance(mask, Tensor) and mask.ndim == 2
             self.tokens = self.tokens + (mask.sum() if padded else shape[0] * shape[1])
 
+    def see(self) -> None:
+        """Note that training goes on at this time."""
+        self.seen = time.perf_counter()
+
+    def leave_out(self) -> None:
+        """Leave out the time since training was last seen."""
+        before = self.seen
+        self.see()
+        self.since += self.seen - before
+
     def take(self) -> dict[str, float]:
         tokens, seconds = float(self.tokens), time.perf_counter() - self.since
         facts = {
@@ -231,5 +246,6 @@ class Counts(_OfAStep):
         }
         self.mean_document = tokens / max(self.documents, 1)
         self.rows = self.documents = self.tokens_with_padding = 0
-        self.tokens, self.since = 0, time.perf_counter()
+        self.see()
+        self.tokens, self.since = 0, self.seen
         return facts
