@@ -436,7 +436,13 @@ def test_which_linear_layers_are_fused_is_the_familys(family, said):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("options", "called"),
-    [({}, {}), ({"use_dora": True, "lora_dropout": 0.1}, {"DoRA with dropout": 8})],
+    [
+        ({}, {}),
+        (
+            {"use_dora": True, "lora_dropout": 0.1},
+            {"DoRA with dropout": 8, "one beside them that is called": 4},
+        ),
+    ],
 )
 def test_adapters_that_are_called_as_they_are_are_named(options, called, tmp_path):
     peft = pytest.importorskip("peft")
@@ -449,7 +455,8 @@ def test_adapters_that_are_called_as_they_are_are_named(options, called, tmp_pat
         found.plans[0].called == called
         and found.plans[0].name == f"{tmp_path} (Qwen3_5ForCausalLM)"
     )
-    sentence = "projections called as they are, exact but not fused: 8 with DoRA with dropout."
+    sentence = "projections called as they are, exact but not fused: 8 with DoRA with dropout, "
+    sentence += "4 with one beside them that is called."
     assert (sentence in found.notes) == bool(called)
 
 

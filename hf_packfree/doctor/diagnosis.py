@@ -156,7 +156,7 @@ def _reasons(plans: tuple[Plan, ...]) -> list[str]:
     """
     if not plans:
         return []
-    from hf_packfree.patching.report import called_in_words
+    from hf_packfree.patching.called_projections import called_in_words
 
     found = {f"{op}: {reason}." for plan in plans for op, reason in plan.why.items()}
     called = [f"{called_in_words(plan.called)}." for plan in plans if plan.called]

@@ -28,6 +28,7 @@ from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.lora import Layer, weight_of
 
+SWIGLU = "gate_proj", "up_proj", "down_proj"
 _LIGERS = {
     ("liger_kernel.transformers.swiglu", f"{kind}.forward")
     for kind in ("LigerSwiGLUMLP", "LigerQwen3MoeSwiGLUMLP")
@@ -48,13 +49,16 @@ def swiglu_layers(
     class or on the instance. None for experts, hooks, biases and sharded weights; see
     `plain_layers` for adapters and quantised weights.
     """
-    if not _is_swiglu(mlp, layer) or is_hooked(mlp):
+    if not is_swiglu(mlp, layer) or is_hooked(mlp):
         return None
-    parts = map(mlp._modules.get, ("gate_proj", "up_proj", "down_proj"))
+    parts = map(mlp._modules.get, SWIGLU)
     return plain_layers(x, *parts, adapters=adapters)  # type: ignore[return-value]
 
 
-def _is_swiglu(mlp: Any, layer: nn.Module) -> bool:
+def is_swiglu(mlp: Any, layer: nn.Module) -> bool:
+    """Whether an MLP of `layer`, without hooks and whatever its linear layers are, is
+    down(silu(gate(x)) * up(x)).
+    """
     runs = forward_of(mlp)
     if _names_of(runs) in _LIGERS:
         # Liger's kernel computes silu, whatever activation the module holds

@@ -17,15 +17,10 @@ from hf_packfree.ops.attention import OP as ATTENTION
 from hf_packfree.ops.backend import Fault, installed
 from hf_packfree.ops.launch import is_known
 from hf_packfree.ops.table import OPS
+from hf_packfree.patching.called_projections import as_under_autocast, called_in_words
 from hf_packfree.patching.invariance import warn_of_rounding
 from hf_packfree.patching.registry import family_of
-from hf_packfree.patching.report import (
-    MEASURED,
-    PatchReport,
-    as_under_autocast,
-    called_in_words,
-    patch_report,
-)
+from hf_packfree.patching.report import MEASURED, PatchReport, patch_report
 from hf_packfree.patching.sharding import a_parameter, what_layers_read
 from hf_packfree.versions import LAUNCHED_TRITON
 

@@ -5,8 +5,6 @@ logged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,12 +16,15 @@ from hf_packfree._version import __version__
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.linear_weights import compute_dtype, under_autocast
-from hf_packfree.models.peft_lora import is_lora
 from hf_packfree.models.run_options import Padded, Unpacked
 from hf_packfree.models.state import PatchState, find_state
-from hf_packfree.models.unfused import SHARDED, is_compiled, is_projection, why_not_fused
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
+from hf_packfree.patching.called_projections import (
+    called_in_words,
+    called_projections,
+    inside,
+)
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.invariance import MEDIA_ROUND, why_rounding
 from hf_packfree.patching.plan import (
@@ -36,11 +37,10 @@ from hf_packfree.patching.plan import (
     unpatched_heads,
 )
 from hf_packfree.patching.registry import FAMILIES, family_of
-from hf_packfree.patching.sharding import is_fsdp1, is_fsdp2, policy_dtype, what_layers_read
+from hf_packfree.patching.sharding import is_fsdp1, policy_dtype, what_layers_read
 
 MEASURED = "is in no table; its packed rows were measured on a tiny copy"
 NOT_FUSED = "linear layers are transformers' own: none is fused, with LoRA or without"
-FLAT = "FSDP1's flat parameters"
 _ATTENTION: dict[str | None, str] = {
     "sdpa": "torch",
     "eager": "torch",
@@ -224,7 +224,7 @@ def patch_report(model: nn.Module) -> PatchReport:
         context_parallel=str(state.context_parallel or ""),
         long_documents={} if state.batch_invariant else _long_documents(model, family, runs, x),
         left_alone=unpatched_heads(model, family),
-        called=_called(model, family, state, x),
+        called=called_projections(model, family, state, x),
         autocast=_autocast_in_words(model, family, state, x) if fused else "",
         rounding=why_rounding(model, family, runs, x)
         if state.batch_invariant
@@ -247,12 +247,6 @@ def _graphs_in_words(model: nn.Module, family: Family, state: PatchState, x: tor
     return said
 
 
-def called_in_words(called: dict[str, int]) -> str:
-    """Return the sentence about projections that run their own forward."""
-    kinds = ", ".join(f"{count} with {kind}" for kind, count in called.items())
-    return f"projections called as they are, exact but not fused: {kinds}"
-
-
 def _long_documents(
     model: nn.Module, family: Family, runs: dict[str, str], x: torch.Tensor
 ) -> dict[str, str]:
@@ -263,35 +257,12 @@ def _long_documents(
     return {op: way.how for op, way in ways.items() if way and way.takes(device, sizes)}
 
 
-def _called(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor) -> dict[str, int]:
-    """Count the projections of decoder layers that are not fused, by reason; modules inside a
-    projection are not counted apart.
-    """
-    found = Counter[str]()
-    compiled, gathered = _inside(model, is_compiled), _inside(model, is_fsdp2)
-    flat = _inside(model, is_fsdp1)
-    left: list[Any] = list(trunks(model, family))
-    embeddings = [trunk.get_input_embeddings() for trunk in left]
-    while left:
-        module = left.pop()
-        kind = _kind(module, x, adapters=not state.batch_invariant)
-        if module in compiled and is_projection(module):
-            kind = "torch.compile"
-        elif module in flat and is_projection(module):
-            kind = FLAT
-        if kind is not None and not (kind.endswith(SHARDED) and module in gathered):
-            found[kind] += 1
-        elif not is_lora(module):
-            left += (child for child in module.children() if child not in embeddings)
-    return dict(sorted(found.items()))
-
-
 def _autocast_in_words(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor) -> str:
     """Return a sentence on float32 weights, LoRA's too, if autocast rounds them in fused layers,
     else "".
     """
     dtype, gathered_in = compute_dtype(x), policy_dtype(model, family)
-    fused = {*model.modules()} - _inside(model, is_fsdp1)
+    fused = {*model.modules()} - inside(model, is_fsdp1)
     weights = [
         part.weight
         for trunk in trunks(model, family)
@@ -308,44 +279,6 @@ def _autocast_in_words(model: nn.Module, family: Family, state: PatchState, x: t
     if state.cuda_graphs != "never":
         said += "; for rows that CUDA graphs replay, once before that, in copies that are kept"
     return said.replace("torch.", "")
-
-
-def _inside(model: nn.Module, is_one: Callable[[Any], bool]) -> set[nn.Module]:
-    """Return the modules for which `is_one` holds, and all modules inside them."""
-    return {inner for part in model.modules() if is_one(part) for inner in part.modules()}
-
-
-@contextmanager
-def as_under_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Switch autocast to `dtype` on for the block, for reports on a run under autocast; with None
-    nothing changes.
-
-    Not by `torch.autocast`, which asks a GPU whether it supports bfloat16: nothing is computed
-    here.
-    """
-    if dtype is None or not torch.amp.is_autocast_available(device):
-        yield
-        return
-    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, dtype)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, before[0])
-        torch.set_autocast_dtype(device, before[1])
-
-
-def _kind(module: Any, x: torch.Tensor, *, adapters: bool) -> str | None:
-    """Return the reason of `why_not_fused`, or None; it says so if the module would be fused under
-    autocast, as a Trainer uses it.
-    """
-    kind, device = why_not_fused(module, x, adapters=adapters), x.device.type
-    if kind is None:
-        return None
-    with as_under_autocast(device, torch.bfloat16):
-        fused = why_not_fused(module, x, adapters=adapters) is None
-    return f"{kind} (fused under autocast in bfloat16)" if fused else kind
 
 
 def _versions(state: PatchState | None, attention: str | None) -> dict[str, str | None]:

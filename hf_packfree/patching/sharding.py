@@ -30,10 +30,12 @@ def is_fsdp(module: Any) -> bool:
 
 
 def what_layers_read(model: nn.Module, family: Family | None) -> torch.Tensor:
-    """Return a tensor on the device and in the dtype of the layers' inputs: a parameter, or an
-    empty tensor if FSDP gathers parameters in another dtype.
+    """Return a tensor on the device and in the dtype of the layers' inputs: a parameter of the text
+    model, whose towers may be in another, or an empty tensor if FSDP gathers parameters in another
+    dtype.
     """
-    parameter, gathered_in = a_parameter(model), policy_dtype(model, family)
+    text = next(iter([] if family is None else trunks(model, family)), model)
+    parameter, gathered_in = a_parameter(text), policy_dtype(model, family)
     if gathered_in is None:
         return parameter
     return torch.empty(0, dtype=gathered_in, device=parameter.device)

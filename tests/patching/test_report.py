@@ -81,7 +81,8 @@ def patched_on_a_gpu(monkeypatch, **options):
     monkeypatch.setattr(apply, "op_sizes", lambda *_: SIZES)
     model = apply_patches(tiny(), **options)
     there = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
-    monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
+    for part in (model, model.model):
+        monkeypatch.setattr(part, "parameters", lambda: iter([there]), raising=False)
     return model
 
 
@@ -268,7 +269,7 @@ def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
     ):
         assert words in str(patch_report(model))
     there = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16)
-    monkeypatch.setattr(model, "parameters", lambda: iter([there]), raising=False)
+    monkeypatch.setattr(model.model, "parameters", lambda: iter([there]), raising=False)
     size = model.config.head_dim
     for sizes, words in (
         ({size}, "triton 3.6.0 (long documents by cuDNN),"),
@@ -281,7 +282,7 @@ def test_every_operation_is_named_with_a_version(gpu, monkeypatch):
     forced = patched_on_a_gpu(
         monkeypatch, backend={"attention": "varlen", "delta_rule": "flash_qla"}
     )
-    monkeypatch.setattr(forced, "parameters", lambda: iter([there]), raising=False)
+    monkeypatch.setattr(forced.model, "parameters", lambda: iter([there]), raising=False)
     monkeypatch.setattr(flash_qla_segments, "cuts_on", lambda device: False)
     said = "attention: varlen (FlashAttention of torch 2.11.0),"
     assert f"delta_rule: flash_qla (flash-qla 0.1.3), {said}" in str(patch_report(forced))
