@@ -45,8 +45,8 @@ _OUTPUTS = "output_hidden_states", "output_router_logits", "output_attentions"
 def in_graph(
     trunk: Any, forward: Callable[..., Any], row: dict[str, Any], packed: PackedSequence
 ) -> Any:
-    """Return the text model's output for a row from a CUDA graph, or None where the row has to run
-    without one.
+    """Return the text model's output for a row from a CUDA graph, or without one if its ids were
+    embedded already, which hooks see once; None where the row has to run without.
 
     Args:
         trunk: the text model.
@@ -81,10 +81,16 @@ def in_graph(
 
     runner, given = state.graphs.of(trunk), _given(row)
     why_not, wait = _why_not(trunk, row), state.graphs.wait
-    embed = partial(_embed, trunk)
+    made: list[Tensor] = []
+
+    def embed(given: Tensor) -> Tensor:
+        made.append(_embed(trunk, given))
+        return made[-1]
+
     hidden = runner.run(layers, embed, given, row["position_ids"], packed, why_not, wait)
     if hidden is None:
-        return None
+        embedded = {"input_ids": None, "inputs_embeds": made[-1] if made else None}
+        return forward(**row | embedded) if made else None
     runner.output = kinds[0] if kinds else runner.output
     return runner.output(last_hidden_state=hidden)
 

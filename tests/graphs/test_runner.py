@@ -202,6 +202,20 @@ def test_a_row_waits_for_the_backward_of_the_one_before(model):
     assert runner_of(model).replayed == replayed + 3
 
 
+def test_a_row_is_embedded_once_by_a_graph_or_without(model):
+    """As hooks of the embedding have it, and noise that is added there."""
+    embedded = []
+    model.get_input_embeddings().register_forward_hook(lambda *args: embedded.append(args[2].shape))
+    graphs = state_of(model.base_model).graphs
+    graphs.wait = True
+    for number, lengths in enumerate((ROWS[0], ROWS[0], ROWS[1], ROWS[0])):
+        hidden(model, lengths).sum().backward()
+        graphs.wait = number == 0
+    assert [shape[1] for shape in embedded] == [*map(sum, (ROWS[0], ROWS[0], ROWS[1], ROWS[0]))]
+    said = patch_report(model).cuda_graphs
+    assert runner_of(model).replayed and "the optimizer has made no step yet" in said
+
+
 def in_place(weight):
     weight.mul_(2)
 
