@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from hf_packfree import apply_patches, verify_packing
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
@@ -53,6 +54,20 @@ def test_other_dtypes(dtype):
     report = verify_packing("qwen3_5", dtype=dtype)
     assert report.dtype == str(dtype).removeprefix("torch.")
     assert report.patched.influence == 0 and report.patched.cross_gradient == 0
+
+
+def test_a_sharded_model_is_measured_without_a_control(one_rank):
+    model = apply_patches(tiny())
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    decay = model.model.layers[0].linear_attn.A_log.full_tensor()
+    with pytest.raises(UnsupportedModel, match="FSDP2 shards"):
+        verify_packing(model)
+    report = verify_packing(model, control=False)
+    assert report.patched.influence == report.patched.cross_gradient == 0
+    assert report.patched.logits <= 1e-5 and report.patched.gradients <= 1e-4
+    assert torch.equal(model.model.layers[0].linear_attn.A_log.full_tensor(), decay)
 
 
 def test_a_model_object_is_given_back_as_it_was():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from hf_packfree.errors import BlindMeasurement
@@ -379,7 +380,7 @@ def prepared(model: nn.Module, slow_decay: bool) -> Iterator[None]:
     try:
         with torch.no_grad():
             for parameter, decay in slow.items():
-                parameter.copy_(decay)
+                parameter.copy_(_sharded_as(parameter, decay))
         yield
     finally:
         with torch.no_grad():
@@ -387,3 +388,11 @@ def prepared(model: nn.Module, slow_decay: bool) -> Iterator[None]:
                 parameter.copy_(before)
         for module, training in modes.items():
             module.training = training
+
+
+def _sharded_as(parameter: Tensor, x: Tensor) -> Tensor:
+    """Return x as ranks hold the parameter, on every one of which this is called."""
+    if not isinstance(parameter, DTensor):
+        return x
+    x = x.to(parameter.device, parameter.dtype)
+    return distribute_tensor(x, parameter.device_mesh, parameter.placements)

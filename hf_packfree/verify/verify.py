@@ -19,6 +19,7 @@ from hf_packfree.patching.apply import apply_patches, patches_lifted
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import patch_report
+from hf_packfree.patching.sharding import is_fsdp2
 from hf_packfree.patching.unlisted import name_of, text_model, why_not_patched
 from hf_packfree.verify.model_source import build_model
 from hf_packfree.verify.packing_report import Limits, Measurement, PackingReport, limits_for
@@ -92,7 +93,8 @@ def verify_packing(
         BlindMeasurement: the control does not leak, so the measurement could not see a leak; or
             documents alone already give NaN or Inf.
         UnsupportedModel: `model` contains no text model of transformers, no model can be built from
-            it, or its parameters are on meta or were made in inference mode.
+            it, its parameters are on meta or were made in inference mode, or FSDP2 shards it and a
+            control is wanted.
         BoundaryError: `tree` is no tree of segments of these lengths.
         ValueError: `lengths` names fewer than two documents, none longer than one token, or more
             tokens than can be measured; `seed` is no whole number in its range.
@@ -129,7 +131,7 @@ def verify_packing(
             f"found a {type(model).__name__}, which holds no text model; wanted a causal language "
             f"model, of {', '.join(row.name for row in FAMILIES)} or others; pass one"
         )
-    _refuse_unmeasurable(model)
+    _refuse_unmeasurable(model, control=control)
     state = find_state(model)
     # documents alone would run in the patched layers too
     ours = state is not None and state.runs_unpacked
@@ -237,10 +239,16 @@ def _check_seed(seed: Any) -> None:
         )
 
 
-def _refuse_unmeasurable(model: nn.Module) -> None:
+def _refuse_unmeasurable(model: nn.Module, *, control: bool) -> None:
     """Refuse a model with parameters on meta, which hold no numbers, or made in inference mode,
-    which cannot be differentiated.
+    which cannot be differentiated; with a control, one that FSDP2 shards, whose patches stay.
     """
+    if control and any(map(is_fsdp2, model.modules())):
+        raise UnsupportedModel(
+            "found a model that FSDP2 shards, whose patches cannot be taken off for the control; "
+            "wanted whole weights; call verify_packing before fully_shard, or with control=False "
+            "on every rank"
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UnsupportedModel(
