@@ -20,9 +20,16 @@ from hf_packfree.models.base import (
     size_of_norm,
     upstream_of,
 )
-from hf_packfree.models.linear_weights import runs_class_forward
+from hf_packfree.models.linear_weights import has_hooks
 from hf_packfree.models.peft_lora import spare_columns_for
-from hf_packfree.models.plain_layers import dtype_read, epsilon, norm_offset, swiglu_layers
+from hf_packfree.models.plain_layers import (
+    OTHER_FORMULA,
+    dtype_read,
+    epsilon,
+    norm_offset,
+    swiglu_layers,
+    why_mlp_is_called,
+)
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import add_norm, swiglu_mlp
@@ -59,15 +66,17 @@ class FusedDecoderLayer(Replacement):
     def _forward_packed(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
         mixer = self._mixer()
         ours = isinstance(mixer, Replacement)
-        # a wrapper reads the norm in its own way
-        readers = _readers(mixer, mixer.inputs) if ours else [mixer]
+        # a wrapper, or hooks, read the norm in their own way
+        reads = ours and not has_hooks(vars(mixer))
+        readers = _parts(mixer, mixer.inputs) if reads else [mixer]
         normed, x = self._add_norm(
             hidden_states, None, self.input_layernorm, readers, joined=ours and mixer.joins_inputs
         )
         mixed = mixer(hidden_states=normed, **arguments)
         # attention may return its weights too
         mixed = mixed[0] if isinstance(mixed, tuple) else mixed
-        readers = _readers(self.mlp, _MLP_INPUTS)
+        reads = why_mlp_is_called(self.mlp, self) in (None, OTHER_FORMULA)
+        readers = _parts(self.mlp, _MLP_INPUTS) if reads else [self.mlp]
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, readers)
         return self._feed_forward(normed, x)
 
@@ -142,12 +151,7 @@ class FusedDecoderLayer(Replacement):
         }
 
 
-def _readers(module: Any, names: tuple[str, ...]) -> list[Any]:
-    """Return the linear layers that read what a module is called with; the module, where its hooks,
-    or a forward on the instance, read it first.
-    """
-    if not runs_class_forward(vars(module)):
-        return [module]
+def _parts(module: Any, names: tuple[str, ...]) -> list[Any]:
     return [module._modules.get(name) for name in names]
 
 

@@ -28,6 +28,7 @@ from hf_packfree.ops.fused import OP as FUSED
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.lora import Layer, weight_of
 
+OTHER_FORMULA = "an MLP of another formula than SwiGLU"
 SWIGLU = "gate_proj", "up_proj", "down_proj"
 _LIGERS = {
     ("liger_kernel.transformers.swiglu", f"{kind}.forward")
@@ -49,16 +50,24 @@ def swiglu_layers(
     class or on the instance. None for experts, hooks, biases and sharded weights; see
     `plain_layers` for adapters and quantised weights.
     """
-    if not is_swiglu(mlp, layer) or is_hooked(mlp):
+    if why_mlp_is_called(mlp, layer) is not None or all_are_hooked():
         return None
     parts = map(mlp._modules.get, SWIGLU)
     return plain_layers(x, *parts, adapters=adapters)  # type: ignore[return-value]
 
 
-def is_swiglu(mlp: Any, layer: nn.Module) -> bool:
-    """Whether an MLP of `layer`, without hooks and whatever its linear layers are, is
-    down(silu(gate(x)) * up(x)).
+def why_mlp_is_called(mlp: Any, layer: nn.Module) -> str | None:
+    """Return why a call of `mlp`, a part of `layer`, is not down(silu(gate(x)) * up(x)) and nothing
+    else, in words; None if it is, whatever its linear layers are.
     """
+    if has_hooks(vars(mlp)):
+        return "hooks on their MLP"
+    if _is_swiglu(mlp, layer):
+        return None
+    return "a forward of its own on their MLP" if "forward" in vars(mlp) else OTHER_FORMULA
+
+
+def _is_swiglu(mlp: Any, layer: nn.Module) -> bool:
     runs = forward_of(mlp)
     if _names_of(runs) in _LIGERS:
         # Liger's kernel computes silu, whatever activation the module holds

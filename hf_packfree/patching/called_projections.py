@@ -12,9 +12,8 @@ from torch import nn
 
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.fused_layer import FusedDecoderLayer
-from hf_packfree.models.linear_weights import runs_class_forward
 from hf_packfree.models.peft_lora import is_lora
-from hf_packfree.models.plain_layers import SWIGLU, is_swiglu
+from hf_packfree.models.plain_layers import SWIGLU, why_mlp_is_called
 from hf_packfree.models.state import PatchState
 from hf_packfree.models.unfused import SHARDED, is_compiled, is_projection, why_not_fused
 from hf_packfree.patching.family import Family
@@ -74,7 +73,7 @@ def _fused_together(layer: Any) -> Iterator[tuple[list[nn.Module], str | None]]:
     called for what holds them, or None.
     """
     if isinstance(layer, FusedDecoderLayer):
-        yield _members(layer.mlp, SWIGLU), _why_mlp(layer.mlp, layer)
+        yield _members(layer.mlp, SWIGLU), why_mlp_is_called(layer.mlp, layer)
     if isinstance(layer, Replacement) and layer.inputs and layer.joins_inputs:
         read = _members(layer, layer.inputs)
         yield read, None
@@ -87,12 +86,6 @@ def _members(module: Any, names: Sequence[str]) -> list[nn.Module]:
     """Return the projections of these names; none where one is missing, as in experts."""
     found = [module._modules.get(name) for name in names]
     return found if all(map(is_projection, found)) else []
-
-
-def _why_mlp(mlp: Any, layer: nn.Module) -> str | None:
-    if not runs_class_forward(vars(mlp)):
-        return "hooks or a forward of its own on their MLP"
-    return None if is_swiglu(mlp, layer) else "an MLP of another formula than SwiGLU"
 
 
 def _bias(module: nn.Module) -> str | None:
