@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_packfree import apply_patches, verify_packing
 from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
@@ -56,11 +56,33 @@ def test_other_dtypes(dtype):
     assert report.patched.influence == 0 and report.patched.cross_gradient == 0
 
 
-def test_a_sharded_model_is_measured_without_a_control(one_rank):
+def test_rounding_is_that_of_the_layers_whatever_the_embedding_is_kept_in():
+    """As `prepare_model_for_kbit_training` keeps embeddings, head and norms in fp32."""
+    model = apply_patches(tiny("llama").bfloat16())
+    for part in (model.model.embed_tokens, model.lm_head):
+        part.float()
+    model.model.embed_tokens.register_forward_hook(lambda *args: args[2].bfloat16())
+    model.lm_head.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    report = verify_packing(model, control=False)
+    assert report.dtype == "bfloat16" and 1e-4 < report.patched.logits < 0.05
+    assert report.patched.influence == report.patched.cross_gradient == 0
+
+
+def test_rounding_is_that_of_what_fsdp_gathers(one_rank):
     model = apply_patches(tiny())
+    shard(model, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    report = verify_packing(model, control=False)
+    assert report.dtype == "bfloat16" and 1e-4 < report.patched.logits < 0.05
+
+
+def shard(model, policy=MixedPrecisionPolicy()):
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def test_a_sharded_model_is_measured_without_a_control(one_rank):
+    shard(model := apply_patches(tiny()))
     decay = model.model.layers[0].linear_attn.A_log.full_tensor()
     with pytest.raises(UnsupportedModel, match="FSDP2 shards"):
         verify_packing(model)

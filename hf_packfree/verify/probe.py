@@ -38,6 +38,7 @@ class Probe:
     Args:
         reference: the context in which documents run alone; for models that would otherwise run
             them in the patched layers.
+        dtype: by whose rounding differences are judged.
         masked: see `TextDocuments`.
         parents: where the documents are segments of a tree, see `TreeDocuments`.
 
@@ -54,14 +55,15 @@ class Probe:
         gradients: bool,
         seed: int,
         reference: Callable[[], AbstractContextManager[Any]],
+        dtype: torch.dtype,
         masked: bool,
         parents: Sequence[int | None] | None,
     ) -> None:
-        self.reference = reference
+        self.reference, self.dtype = reference, dtype
         self.gradients = gradients
         self.embed: nn.Module = trunk.get_input_embeddings()
         embedding = next(self.embed.parameters())
-        self.device, self.dtype = embedding.device, embedding.dtype
+        self.device = embedding.device
         self.autocast = autocast_dtype(self.device)
         self.model = model if _answers_per_token(model) else trunk
         self.generator = torch.Generator("cpu").manual_seed(seed)
@@ -79,7 +81,7 @@ class Probe:
                 positions=_takes_positions(self.model),
             )
             if source is None
-            else MediaDocuments(lengths, source, *drawn, self.dtype)
+            else MediaDocuments(lengths, source, *drawn, embedding.dtype)
         )
         self.lengths = self.documents.lengths
         self.weights: Tensor | None = None

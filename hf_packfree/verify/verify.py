@@ -16,13 +16,20 @@ from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
 from hf_packfree.models.state import find_state
 from hf_packfree.ops.backend import dtype_name
 from hf_packfree.patching.apply import apply_patches, patches_lifted
+from hf_packfree.patching.family import Family
 from hf_packfree.patching.plan import trunks
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import patch_report
-from hf_packfree.patching.sharding import is_fsdp2
+from hf_packfree.patching.sharding import is_fsdp2, policy_dtype
 from hf_packfree.patching.unlisted import name_of, text_model, why_not_patched
 from hf_packfree.verify.model_source import build_model
-from hf_packfree.verify.packing_report import Limits, Measurement, PackingReport, limits_for
+from hf_packfree.verify.packing_report import (
+    LIMITS,
+    Limits,
+    Measurement,
+    PackingReport,
+    limits_for,
+)
 from hf_packfree.verify.probe import Probe, prepared
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
@@ -143,6 +150,7 @@ def verify_packing(
         gradients,
         seed,
         reference,
+        _coarsest(model, trunk, family),
         masked=family is not None and family.attends_only,
         parents=_parents(tree, len(lengths)),
     )
@@ -237,6 +245,16 @@ def _check_seed(seed: Any) -> None:
         raise ValueError(
             f"found seed={seed!r}; wanted a whole number from 0 to 2**63 - 1; pass seed=0"
         )
+
+
+def _coarsest(model: nn.Module, trunk: nn.Module, family: Family | None) -> torch.dtype:
+    """Return the dtype of the most rounding that a text model computes in: of its weights, of what
+    FSDP gathers them in, of layers in 4 bits.
+    """
+    held: set[Any] = {parameter.dtype for parameter in trunk.parameters()}
+    held |= {getattr(part, "compute_dtype", None) for part in trunk.modules()}
+    known = held & LIMITS.keys()
+    return policy_dtype(model, family) or max(known, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _refuse_unmeasurable(model: nn.Module, *, control: bool) -> None:
