@@ -26,6 +26,8 @@ from hf_packfree.packing import PackedSequence
 
 CHANGES = 16
 """How often settings may change; and once more for every this many replays."""
+AGAIN = 64
+"""Where they changed more often, so many rows later two are compared."""
 _CHANGING = "the model's settings change with its steps"
 _NOTED = "what its layers are called with had to be seen first"
 _STALE = "a layer was called with other weights or arguments than were captured"
@@ -62,6 +64,7 @@ class Runner:
     _compared: bool = False
     _looked_for: weakref.ref[Tensor] | None = None
     _changes: int = 0
+    _passed: int = 0
 
     def look(self) -> None:
         """Begin a row. Graphs are dropped if the model, or a setting, changed since they were
@@ -81,18 +84,36 @@ class Runner:
     def _compare(self) -> bool:
         """Drop all graphs if the model, or a setting, changed; return whether. Done once a row."""
         trunk, settings, changes = self.trunk(), self._settings, self._changes
-        if trunk is None or self._compared or self.captures.why_not == _CHANGING:
+        if trunk is None or self._compared:
             return False
         self._compared = True
+        if self.captures.why_not == _CHANGING:
+            if not self._has_settled(trunk):
+                return False
+            settings, changes, self._changes = None, 0, 0
         if settings is None or self._switches != self._switches_before or not settings.hold():
             self.ahead.drop_result()
-            way = (ByLayer if are_sharded(trunk) else Whole)(trunk)
+            way = _way_of(trunk)
             self.captures.start_anew(way)
             self._settings, self._switches_before = way.settings, self._switches
             self._changes += 1
         if self._changes > CHANGES + self.replayed // CHANGES:
             self.captures.why_not = _CHANGING
         return self._changes > changes
+
+    def _has_settled(self, trunk: nn.Module) -> bool:
+        """Whether settings that always changed did not from one row to the next; asked of few rows,
+        because comparing takes as long as a step of a small model.
+        """
+        self._passed += 1
+        if self._passed == AGAIN:
+            self._settings, self._switches_before = _way_of(trunk).settings, self._switches
+        if self._passed <= AGAIN:
+            return False
+        self._passed = 0
+        settings = self._settings
+        same = self._switches == self._switches_before
+        return same and settings is not None and settings.hold()
 
     def leave(self) -> None:
         """Forget what was launched for a row that will not come to `run`, and compare: graphs of
@@ -281,3 +302,7 @@ class Runner:
         graph.launch(inputs)
         # while the GPU runs
         return None if self._compare() else graph.result(inputs)
+
+
+def _way_of(trunk: nn.Module) -> Whole | ByLayer:
+    return ByLayer(trunk) if are_sharded(trunk) else Whole(trunk)

@@ -1006,6 +1006,22 @@ def test_a_flash_attention_leaves_the_rows_of_graphs_to_ours(model, monkeypatch)
             assert patch_report(model).cuda_graphs.endswith(said) == bool(replayed)
 
 
+def test_settings_that_changed_too_often_and_settle_have_graphs_again(model, monkeypatch):
+    """Not those that still change."""
+    monkeypatch.setattr(runner, "CHANGES", 3)
+    monkeypatch.setattr(runner, "AGAIN", 5)
+    found = runner_of(model)
+    for seed in range(16):
+        model.base_model.layers[0].anything = object()
+        hidden(model, ROWS[0], seed).sum().backward()
+    assert found.captures.why_not == "the model's settings change with its steps"
+    replayed, captures = found.replayed, found.captures.bucketing.captures
+    for seed in range(12):
+        hidden(model, ROWS[0], seed).sum().backward()
+    assert found.captures.why_not is None and found.captures.bucketing.captures == captures + 1
+    assert found.replayed >= replayed + 4
+
+
 def test_settings_that_always_change_are_not_compared_forever(model, monkeypatch):
     """Comparing took as long as a step of a small model."""
     monkeypatch.setattr(runner, "CHANGES", 3)
