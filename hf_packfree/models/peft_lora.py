@@ -89,9 +89,9 @@ def spare_columns_for(layers: Iterable[Any], x: Tensor) -> int:
     return spare_columns(x, dtype, adapters)
 
 
-def unfit_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
-    """Return the dtype of the first active adapter for which PEFT casts x in a way that fused
-    layers do not, or None.
+def unfit_dtypes(layer: Any, x: Tensor) -> str | None:
+    """Return the dtypes of the first active adapter for which PEFT casts x in a way that fused
+    layers do not, in words, or None.
 
     Args:
         layer: see `is_lora`.
@@ -100,7 +100,7 @@ def unfit_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     for name in _active_adapters(layer) or ():
         A, B = (plain_weight(layer._modules[part]._modules[name]) for part in ("lora_A", "lora_B"))
         if A is not None and B is not None and not _fits(layer, A, B, x, cast):
-            return A.dtype
+            return " and ".join(dict.fromkeys(str(part.dtype) for part in (A, B)))
     return None
 
 

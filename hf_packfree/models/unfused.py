@@ -13,7 +13,7 @@ from hf_packfree.models.linear_weights import (
     read_weight,
     runs_class_forward,
 )
-from hf_packfree.models.peft_lora import is_lora, read_lora, unfit_dtype
+from hf_packfree.models.peft_lora import is_lora, read_lora, unfit_dtypes
 
 SHARDED = "sharded weights"
 """The ending of a reason for projections that hold `DTensor`s, which FSDP2 gathers in forward
@@ -90,8 +90,8 @@ def _of_lora(layer: Any, x: Tensor) -> str:
         return type(next(iter(variants.values()))).__name__
     base = layer.get_base_layer()
     is_read = is_lora(layer) and read_weight(base, compute_dtype(x)) is not None
-    if is_read and (dtype := unfit_dtype(layer, x)) is not None:
-        return f"LoRA in {dtype} on activations in {x.dtype}".replace("torch.", "")
+    if is_read and (dtypes := unfit_dtypes(layer, x)) is not None:
+        return f"LoRA in {dtypes} on activations in {x.dtype}".replace("torch.", "")
     quantisation = _quantisation(base, x)
     if quantisation not in (None, SHARDED):
         return f"LoRA on {quantisation}"

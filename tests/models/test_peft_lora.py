@@ -269,6 +269,12 @@ def test_without_weights_adapters_are_read_too():
     assert why_not_fused(layer, torch.empty(2, 24, device="meta")) is None
 
 
+def of_two_dtypes():
+    model = lora()
+    model.base_model.model.q.lora_B.bfloat16()
+    return model
+
+
 HOOKS = "LoRA with hooks or a forward of its own"
 CALLED = {
     "DoRA with dropout": lambda: lora(use_dora=True, lora_dropout=0.5),
@@ -282,11 +288,13 @@ CALLED = {
     "another forward": with_a_forward_of_its_own,
     "ModulesToSaveWrapper": lambda: lora(target_modules=["k"], modules_to_save=["q"]),
     "bfloat16 adapters on fp32": lambda: lora().to(torch.bfloat16),
+    "two dtypes": of_two_dtypes,
 }
 NAMES = {
     "another forward": HOOKS,
     "DoRA on a trained layer": "DoRA",
     "bfloat16 adapters on fp32": "LoRA in bfloat16 on activations in float32",
+    "two dtypes": "LoRA in float32 and bfloat16 on activations in float32",
     **dict.fromkeys(("disabled while merged", "hooked inside"), "LoRA that is not fused"),
 }
 
