@@ -67,7 +67,9 @@ class FusedDecoderLayer(Replacement):
         mixer = self._mixer()
         ours = isinstance(mixer, Replacement)
         # a wrapper, or hooks, read the norm in their own way
-        reads = ours and not has_hooks(vars(mixer))
+        # asking for hooks would break a compiled graph, which joins what it can by itself
+        compiling = torch.compiler.is_compiling()
+        reads = ours and (compiling or not has_hooks(vars(mixer)))
         readers = _parts(mixer, mixer.inputs) if reads else [mixer]
         normed, x = self._add_norm(
             hidden_states, None, self.input_layernorm, readers, joined=ours and mixer.joins_inputs
@@ -75,7 +77,7 @@ class FusedDecoderLayer(Replacement):
         mixed = mixer(hidden_states=normed, **arguments)
         # attention may return its weights too
         mixed = mixed[0] if isinstance(mixed, tuple) else mixed
-        reads = why_mlp_is_called(self.mlp, self) in (None, OTHER_FORMULA)
+        reads = compiling or why_mlp_is_called(self.mlp, self) in (None, OTHER_FORMULA)
         readers = _parts(self.mlp, _MLP_INPUTS) if reads else [self.mlp]
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, readers)
         return self._feed_forward(normed, x)

@@ -50,7 +50,9 @@ def swiglu_layers(
     class or on the instance. None for experts, hooks, biases and sharded weights; see
     `plain_layers` for adapters and quantised weights.
     """
-    if why_mlp_is_called(mlp, layer) is not None or all_are_hooked():
+    if torch.compiler.is_compiling() or all_are_hooked():
+        return None
+    if why_mlp_is_called(mlp, layer) is not None:
         return None
     parts = map(mlp._modules.get, SWIGLU)
     return plain_layers(x, *parts, adapters=adapters)  # type: ignore[return-value]
