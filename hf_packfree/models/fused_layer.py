@@ -20,7 +20,7 @@ from hf_packfree.models.base import (
     size_of_norm,
     upstream_of,
 )
-from hf_packfree.models.linear_weights import has_hooks
+from hf_packfree.models.linear_weights import has_hooks, under_autocast
 from hf_packfree.models.peft_lora import spare_columns_for
 from hf_packfree.models.plain_layers import (
     OTHER_FORMULA,
@@ -66,10 +66,10 @@ class FusedDecoderLayer(Replacement):
     def _forward_packed(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
         mixer = self._mixer()
         ours = isinstance(mixer, Replacement)
-        # a wrapper, or hooks, read the norm in their own way
-        # asking for hooks would break a compiled graph, which joins what it can by itself
-        compiling = torch.compiler.is_compiling()
-        reads = ours and (compiling or not has_hooks(vars(mixer)))
+        # a wrapper, or hooks, read the norm in their own way: under autocast it is rounded for
+        # linear layers alone; asking for hooks would break a compiled graph
+        asks = under_autocast(hidden_states.device) and not torch.compiler.is_compiling()
+        reads = ours and not (asks and has_hooks(vars(mixer)))
         readers = _parts(mixer, mixer.inputs) if reads else [mixer]
         normed, x = self._add_norm(
             hidden_states, None, self.input_layernorm, readers, joined=ours and mixer.joins_inputs
@@ -77,7 +77,7 @@ class FusedDecoderLayer(Replacement):
         mixed = mixer(hidden_states=normed, **arguments)
         # attention may return its weights too
         mixed = mixed[0] if isinstance(mixed, tuple) else mixed
-        reads = compiling or why_mlp_is_called(self.mlp, self) in (None, OTHER_FORMULA)
+        reads = not asks or why_mlp_is_called(self.mlp, self) in (None, OTHER_FORMULA)
         readers = _parts(self.mlp, _MLP_INPUTS) if reads else [self.mlp]
         normed, x = self._add_norm(x, mixed, self.post_attention_layernorm, readers)
         return self._feed_forward(normed, x)
