@@ -342,8 +342,29 @@ def test_fla_that_imports_without_cuda_is_unused_and_warned_of(site):
     if found.devices[0].kind == "cuda":
         pytest.skip("a CUDA device is here")
     assert (fla.state, fla.reason) == ("unused", "no CUDA device") and found.healthy
-    assert found.plans[0].unpacked == "upstream, fla-core, which fails here"
+    assert found.plans[0].unpacked == "transformers with fla-core, which fails here"
     assert "unpacked='native'" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "code", "said"),
+    [
+        ("qwen3_vl", "raise OSError", True),
+        ("qwen3_vl", "", False),
+        ("llama", "raise OSError", False),
+    ],
+)
+def test_what_lacks_torchvision_is_said_of_models_with_images(site, family, code, said):
+    install(site, version="99", name="torchvision", module="torchvision", code=code)
+    assert any("torchvision" in note for note in diagnose(family).notes) == said
+
+
+def test_what_ranks_exchange_is_said_of_one_model(capsys):
+    for model, said in ((None, False), ("qwen3_5", True)):
+        text.diagnosis(diagnose(model))
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "packed rows of text" in printed
+        assert ("ranks of context parallelism exchange" in printed) == said
 
 
 def test_a_model_is_planned_from_its_config_alone(tmp_path):

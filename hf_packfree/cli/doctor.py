@@ -34,7 +34,7 @@ def diagnosis(found: Diagnosis) -> None:
     if found.plans:
         same: dict[str, list[str]] = {}
         for plan in found.plans:
-            same.setdefault(_runs(plan), []).append(plan.name)
+            same.setdefault(_runs(plan, len(found.plans) == 1), []).append(plan.name)
         section("What would run", [(", ".join(names), text) for text, names in same.items()])
     for sentence in found.notes:
         say(sentence)
@@ -51,16 +51,16 @@ def _known(row: Any) -> Sequence[str | None]:
     return row.reason or row.purpose, row.advice
 
 
-def _runs(plan: Plan) -> str:
-    """Return in words which backends run a model's operations."""
+def _runs(plan: Plan, of_one_model: bool) -> str:
+    """Return in words which backends run a model's operations; of one model also what ranks that
+    share a row exchange, which takes a sentence by itself.
+    """
     backends: dict[str, list[str]] = {}
     for op, name in plan.packed.items():
         backends.setdefault(name, []).append(op.replace("_", " "))
     packed = "; ".join(f"{name}: {', '.join(ops)}" for name, ops in backends.items())
-    return (
-        f"packed rows of {', '.join(plan.media)} by {packed}; rows of one document by "
-        f"{plan.unpacked}; ranks of context parallelism {plan.shared}"
-    )
+    said = f"packed rows of {', '.join(plan.media)} by {packed}; unpacked rows by {plan.unpacked}"
+    return f"{said}; ranks of context parallelism {plan.shared}" if of_one_model else said
 
 
 def served(rows: Sequence[Served]) -> None:

@@ -98,7 +98,7 @@ def diagnose(model: str | None = None) -> Diagnosis:
         packages=tuple(packages.values()),
         devices=devices,
         plans=plans,
-        notes=(*unplanned, *_notes(packages["fla-core"]), *_reasons(plans)),
+        notes=(*unplanned, *_notes(packages, plans), *_reasons(plans)),
     )
 
 
@@ -137,17 +137,25 @@ def _unpacked(fla: Package) -> str:
     devices are, else torch.
     """
     fails = ", which fails here" if fla.state in ("unused", "broken") else ""
-    return f"upstream, fla-core{fails}" if fla.imports else "upstream, torch"
+    return f"transformers with fla-core{fails}" if fla.imports else "transformers"
 
 
-def _notes(fla: Package) -> list[str]:
-    if fla.state != "unused" or not fla.imports:
-        return []
-    return [
-        f"transformers {FLA_WITHOUT_CUDA_SINCE} and later calls fla-core for unpacked rows whether "
-        "there is a CUDA device or not, and then fails: pip uninstall fla-core, or "
-        "apply_patches(model, unpacked='native')."
-    ]
+def _notes(packages: dict[str, Package], plans: tuple[Plan, ...]) -> list[str]:
+    notes, fla = [], packages["fla-core"]
+    if fla.state == "unused" and fla.imports:
+        notes.append(
+            f"transformers {FLA_WITHOUT_CUDA_SINCE} and later calls fla-core for unpacked rows "
+            "whether there is a CUDA device or not, and then fails: pip uninstall fla-core, or "
+            "apply_patches(model, unpacked='native')."
+        )
+    with_images = any("images" in plan.media for plan in plans)
+    if with_images and packages["torchvision"].state != "usable":
+        notes.append(
+            "Without torchvision the processors of models with images do not load, which TRL's "
+            "trainers want for text, too: pip install torchvision, or pass a tokenizer as their "
+            "processing_class."
+        )
+    return notes
 
 
 def _reasons(plans: tuple[Plan, ...]) -> list[str]:
