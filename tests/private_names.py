@@ -62,6 +62,11 @@ PRIVATE = {
     "_are_functorch_transforms_active": Private(
         "torch 2.13", "torch.func is refused by name", "torch._C"
     ),
+    "_current_graph_task_id": Private(
+        "torch 2.13",
+        "layers that a backward pass runs again read the rounded weights of their row",
+        "torch._C",
+    ),
     "_autograd": Private("torch 2.13", "the home of the names below", "torch._C"),
     "_top_saved_tensors_default_hooks": Private(
         "torch 2.13", "what is offloaded is not computed again", "torch._C._autograd"

@@ -23,7 +23,7 @@ sizes:
   that the device makes.
 - fp32 weights that layers read in half precision are rounded before a replay, not in it
   (`hf_packfree.ops.rounded_weights`), and dropout has a seed from before it
-  (`hf_packfree.ops.seeds`).
+  (`hf_packfree.ops.seeds`). `copies`: rows that run without a graph read the same copies.
 - `whole`: all layers in one graph. `by_layer`: each in graphs of its own, where FSDP2 gathers
   weights in hooks around it; `layer_calls` notes what layers are called with, `layer_graphs`
   captures and replays them.

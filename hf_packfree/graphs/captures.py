@@ -79,14 +79,19 @@ class Captures:
         found = self.graphs[key] = self.graphs.pop(key)
         return found
 
-    def in_use(self) -> str | None:
-        """Return why the graphs' memory must not be overwritten yet, or None."""
+    def are_read(self) -> bool:
+        """Whether a backward pass is still to come that reads the graphs' memory; the current
+        stream waits for what was launched before.
+        """
         if self.pool is not None:
             self.pool.follow()
-        graphs = [each.graph for each in self.graphs.values()]
-        if not all(graph.is_free for graph in graphs):
+        return not all(each.graph.is_free for each in self.graphs.values())
+
+    def in_use(self) -> str | None:
+        """Return why the graphs' memory must not be overwritten yet, or None."""
+        if self.are_read():
             return "the backward pass of a row before is still to come"
-        if not all(graph.take_back() for graph in graphs):
+        if not all(each.graph.take_back() for each in self.graphs.values()):
             return "gradients of a row before are kept elsewhere than in .grad"
         return None
 
@@ -186,11 +191,13 @@ class Captures:
         # layers of others may raise anything
         except Exception as error:
             # other graphs draw random numbers from the state that the failed capture spoiled
+            copied = len(self.rounded) > 0
             self.drop()
             forget_failed_capture(device)
             why = f"the capture failed: {in_short(error)}"
             if ran_out(error):
                 self.bucketing.no_room = bucket.tokens, why
+                self.rounded.refused |= copied
             # no length was captured, so that it is not for its length that this one failed
             if self.bucketing.captures == 1 and not ran_out(error):
                 self.why_not = why

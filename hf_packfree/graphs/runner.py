@@ -19,6 +19,7 @@ from hf_packfree.graphs.by_layer import ByLayer, are_sharded
 from hf_packfree.graphs.captured import Captured
 from hf_packfree.graphs.captured_sequence import OtherPlan
 from hf_packfree.graphs.captures import Captures
+from hf_packfree.graphs.copies import Copies
 from hf_packfree.graphs.layer_graphs import LayerGraphs
 from hf_packfree.graphs.settings import Settings, switches_of, why_not_row
 from hf_packfree.graphs.whole import Layers, Whole
@@ -41,6 +42,7 @@ class Runner:
 
     Attributes:
         trunk: the text model.
+        copies: of its weights.
         captures: the graphs.
         reasons: {why rows ran without a graph: how many}.
         replayed: how many rows ran in a graph.
@@ -51,6 +53,7 @@ class Runner:
     """
 
     trunk: weakref.ref[nn.Module]
+    copies: Copies
     captures: Captures = field(default_factory=Captures)
     reasons: Counter[str] = field(default_factory=Counter)
     replayed: int = 0
@@ -93,7 +96,7 @@ class Runner:
             settings, changes, self._changes = None, 0, 0
         if settings is None or self._switches != self._switches_before or not settings.hold():
             self.ahead.drop_result()
-            way = _way_of(trunk)
+            way = self._way_of(trunk)
             self.captures.start_anew(way)
             self._settings, self._switches_before = way.settings, self._switches
             self._changes += 1
@@ -107,7 +110,8 @@ class Runner:
         """
         self._passed += 1
         if self._passed == AGAIN:
-            self._settings, self._switches_before = _way_of(trunk).settings, self._switches
+            self._settings = self._way_of(trunk).settings
+            self._switches_before = self._switches
         if self._passed <= AGAIN:
             return False
         self._passed = 0
@@ -303,6 +307,5 @@ class Runner:
         # while the GPU runs
         return None if self._compare() else graph.result(inputs)
 
-
-def _way_of(trunk: nn.Module) -> Whole | ByLayer:
-    return ByLayer(trunk) if are_sharded(trunk) else Whole(trunk)
+    def _way_of(self, trunk: nn.Module) -> Whole | ByLayer:
+        return ByLayer(trunk) if are_sharded(trunk) else Whole(trunk, self.copies)

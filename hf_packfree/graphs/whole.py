@@ -12,14 +12,13 @@ from hf_packfree.graphs import checkpointing
 from hf_packfree.graphs.ahead import Inputs
 from hf_packfree.graphs.capture import Graph, Pool, in_the_place_of
 from hf_packfree.graphs.captured_sequence import CapturedSequence
+from hf_packfree.graphs.copies import Copies
 from hf_packfree.graphs.parts import layers_to_cut_at
 from hf_packfree.graphs.settings import Settings, read_weights, why_not
 from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.ops.seeds import Seeds
 from hf_packfree.packing import PackedSequence
 
-SPARE_OF_COPIES = 1 / 4
-"""The share of the GPU's memory that rounded copies of weights leave, to graphs among others."""
 Layers = Callable[[Tensor, Tensor, PackedSequence], Tensor]
 """A text model: ids [1, T] or embeddings [1, T, D], positions [..., 1, T] and the record, to the
 last hidden states [1, T, D].
@@ -51,17 +50,24 @@ class Whole:
 
     Args:
         trunk: the text model.
+        copies: of its weights.
     """
 
-    def __init__(self, trunk: nn.Module) -> None:
+    def __init__(self, trunk: nn.Module, copies: Copies) -> None:
         self._trunk = weakref.ref(trunk)
         self.settings = Settings(trunk)
         self.why_not = why_not(trunk)
-        self.rounded, self.seeds = RoundedWeights(trunk.parameters()), Seeds()
+        self._copies, self.seeds = copies, Seeds()
+        copies.current()
+
+    @property
+    def rounded(self) -> RoundedWeights:
+        """The copies of fp32 weights that the graphs read under autocast."""
+        return self._copies.rounded
 
     def forget(self) -> None:
-        """Free the copies of weights: graphs that are captured from now on do without."""
-        self.rounded = RoundedWeights()
+        """Free the copies of weights."""
+        self._copies.begin(self.rounded.refused)
 
     def note(self, key: Any, layers: Layers, inputs: Inputs, row: PackedSequence) -> Tensor | None:
         """Run a row without a graph, if something has to be known before its graph is captured."""
@@ -75,12 +81,14 @@ class Whole:
         """
         _, layers, inputs, parameters, packed, pool = wanted
         rounded = self.rounded
+        # a weight that changed since would be read by the graph itself
+        rounded.refresh()
         trunk = self._trunk()
         assert trunk is not None
         weights = read_weights(trunk)
 
         def body(embeddings: Tensor, positions: Tensor) -> Tensor:
-            rounded.allocate(SPARE_OF_COPIES)
+            self._copies.allocate()
             return layers(embeddings, positions, packed)
 
         with (

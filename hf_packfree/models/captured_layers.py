@@ -17,6 +17,7 @@ from hf_packfree.models.plain_layers import all_are_hooked
 from hf_packfree.models.recompute import has_saved_tensor_hooks
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
+from hf_packfree.ops.backend import HALF
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.fast_path import Meanwhile
@@ -90,9 +91,34 @@ def in_graph(
     hidden = runner.run(layers, embed, given, row["position_ids"], packed, why_not, wait)
     if hidden is None:
         embedded = {"input_ids": None, "inputs_embeds": made[-1] if made else None}
-        return forward(**row | embedded) if made else None
+        return without_graph(trunk, forward, row | embedded) if made else None
     runner.output = kinds[0] if kinds else runner.output
     return runner.output(last_hidden_state=hidden)
+
+
+def without_graph(trunk: Any, forward: Callable[..., Any], row: dict[str, Any]) -> Any:
+    """As `in_graph`, but without a graph: in a training step under autocast, fp32 weights are
+    rounded once for the row, and not again where its layers are recomputed.
+    """
+    # without gradients there is no recomputation, and that of a row before is still to come
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return forward(**row)
+    graphs = state_of(trunk).graphs
+    if not (_is_training_step(trunk, row) and _rounds_weights(trunk, row)):
+        graphs.round_each(trunk)
+        return forward(**row)
+    with graphs.rounded_once(trunk):
+        return forward(**row)
+
+
+def _rounds_weights(trunk: Any, row: dict[str, Any]) -> bool:
+    """Whether autocast rounds weights to half precision, and the text model has its own: replicas
+    of nn.DataParallel have others in each step, and FSDP frees what it gathered. Parameters that
+    FSDP2 shards by layers are no ordinary ones, see `Copies`.
+    """
+    enabled, dtype = _autocast(row["position_ids"].device)
+    marks = "_is_replica", "_is_fsdp_managed_module"
+    return enabled and dtype in HALF and not any(getattr(trunk, mark, False) for mark in marks)
 
 
 def ahead(call: Call) -> Meanwhile | None:

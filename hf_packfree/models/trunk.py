@@ -8,7 +8,7 @@ from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
 from hf_packfree.models.attention import check_attention
 from hf_packfree.models.base import Replacement, kinds_of_layers, part_at
 from hf_packfree.models.call import Call
-from hf_packfree.models.captured_layers import in_graph
+from hf_packfree.models.captured_layers import in_graph, without_graph
 from hf_packfree.models.compat import CACHE, masks_the_layers_ignore
 from hf_packfree.models.entry import enter
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
@@ -94,7 +94,8 @@ class PackedTrunk(Replacement):
         }
         if not has_fixed_frequencies(self.config):
             check_longest_position(self.config, packed, row["position_ids"])
-        output = in_graph(self, super().forward, row, packed) or super().forward(**row)
+        forward = super().forward
+        output = in_graph(self, forward, row, packed) or without_graph(self, forward, row)
         self._followed(Call(self, row, of_batch), output)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)

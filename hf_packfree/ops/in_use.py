@@ -1,4 +1,4 @@
-"""What operations find while a CUDA graph is captured."""
+"""What operations find while a CUDA graph is captured, or a row runs without one."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
 """fp32 weights rounded to the half precision of autocast once for a row, instead of in every
 product.
 
-For CUDA graphs: their runner knows when a row begins, and that the weights are where they were.
+For training rows of a text model: what runs one knows when it begins, and that the weights are
+where they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,18 +31,21 @@ class RoundedWeight:
     """The rounded copy of a weight W [F, D], once there is memory for it.
 
     The memory has room for LoRA's A below the copy and B beside it, so that [W; A] and [W, B] are
-    made without copying W. As long as there is none, how much room products want is noted.
+    made without copying W. As long as there is none, how much room products want is noted. A weight
+    that was changed or moved since it was rounded is read as it is.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.dtype = weight, dtype
         self.memory: Tensor | None = None
         self._rows, self._columns = weight.shape
+        self._seen = -1, 0
 
     def read(self, weight: Tensor) -> Tensor:
         """Return the rounded weight [F, D], given the weight, or what stands for it."""
-        if self.memory is None or (weight.requires_grad and torch.is_grad_enabled()):
+        if not self._is_current or (weight.requires_grad and torch.is_grad_enabled()):
             return weight.to(self.dtype)
+        assert self.memory is not None
         return self.memory[: weight.shape[0], : weight.shape[1]]
 
     def beside(self, B: Tensor) -> Tensor | None:
@@ -62,6 +68,7 @@ class RoundedWeight:
     def _corner(self, rows: int, columns: int) -> Tensor | None:
         if self.memory is None:
             self._rows, self._columns = max(self._rows, rows), max(self._columns, columns)
+        if self.memory is None or not self._is_current:
             return None
         fits = rows <= self.memory.shape[0] and columns <= self.memory.shape[1]
         return self.memory[:rows, :columns] if fits else None
@@ -70,6 +77,20 @@ class RoundedWeight:
     def nbytes(self) -> int:
         """Bytes of the copy with its room."""
         return self._rows * self._columns * self.dtype.itemsize
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether there is a copy, of a weight that is where `see` saw it, in the same version."""
+        return self._seen == self._now and self.memory is not None
+
+    @property
+    def _now(self) -> tuple[int, int]:
+        return self.weight._version, self.weight.data_ptr()
+
+    def see(self) -> bool:
+        """Note the weight's version; return whether it is a new one, of a frozen weight."""
+        before, self._seen = self._seen, self._now
+        return before != self._seen and not self.weight.requires_grad
 
     def empty(self) -> Tensor:
         """Return new memory for the copy, without values."""
@@ -80,8 +101,8 @@ class RoundedWeights:
     """The rounded copies of a model's weights, as long as these keep their addresses.
 
     Args:
-        weights: all of the model's. Those that are no contiguous fp32 matrices are rounded where
-            products read them.
+        weights: all of the model's, on one device. Those that are no contiguous fp32 matrices, or
+            share their memory, are rounded where products read them.
 
     Attributes:
         refused: whether there was not enough memory for copies.
@@ -89,16 +110,35 @@ class RoundedWeights:
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         self.refused = False
-        self._weights = {x.data_ptr(): x for x in weights if _is_known(x)}
+        known = [x for x in weights if _is_known(x)]
+        at = Counter(x.data_ptr() for x in known)
+        self._weights = {x.data_ptr(): x for x in known if at[x.data_ptr()] == 1}
         self._dtype: torch.dtype | None = None
         self._looked_for: dict[int, RoundedWeight] = {}
         self._made: list[RoundedWeight] = []
         self._kernels: _Kernels | None = None
-        self._versions: list[int] = []
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Let `copy_of` find these copies in the block."""
-        return listed(self, _in_use)
+        """Let `copy_of` find these copies in the block, while a graph is captured."""
+        return listed(self.of, _in_use)
+
+    def in_row(self) -> AbstractContextManager[None]:
+        """Let `copy_of` find these copies in the block, which runs a row without a graph, and
+        wherever a backward pass runs layers again, up to `leave`.
+        """
+        _recomputed.add(self)
+        return listed(self.of_itself, _in_use)
+
+    def leave(self) -> None:
+        """Begin a row that reads no copies, nor does its recomputation."""
+        _recomputed.discard(self)
+
+    def of_itself(self, weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
+        """As `of`, but None for what stands for a weight: where weights may have moved since the
+        row began, others may be at their addresses.
+        """
+        found = self.of(weight, dtype)
+        return found if found is not None and found.weight is weight else None
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
         """Return the copy of a weight, or of what stands for it at its address; it has no memory at
@@ -106,7 +146,7 @@ class RoundedWeights:
         """
         address = weight.data_ptr()
         known = self._weights.get(address)
-        if known is None or known.shape != weight.shape:
+        if known is None or known.shape != weight.shape or not weight.is_contiguous():
             return None
         self._dtype = self._dtype or dtype
         if dtype != self._dtype:
@@ -130,9 +170,10 @@ class RoundedWeights:
         kernels = _Kernels(every, memory)
         kernels.launch(every=True)
         # only now: a copy is read once it has memory, and an allocation may fail
-        self._made, self._kernels, self._versions = every, kernels, _versions(every)
+        self._made, self._kernels = every, kernels
         for each, its in zip(every, memory, strict=True):
             each.memory = its
+            each.see()
 
     def refresh(self) -> None:
         """Round what changed since the last time: trained weights always; frozen ones if torch
@@ -141,9 +182,7 @@ class RoundedWeights:
         """
         if self._kernels is None:
             return
-        versions = _versions(self._made)
-        self._kernels.launch(every=versions != self._versions)
-        self._versions = versions
+        self._kernels.launch(every=any([each.see() for each in self._made]))
 
     def __len__(self) -> int:
         return len(self._made)
@@ -154,15 +193,27 @@ class RoundedWeights:
         return sum(each.nbytes for each in self._made)
 
 
-_in_use: list[RoundedWeights] = []
+_in_use: list[Callable[[Tensor, torch.dtype], RoundedWeight | None]] = []
+_recomputed: WeakSet[RoundedWeights] = WeakSet()
+"""Those that the last row of their model read, if it ran without a graph."""
 
 
 def copy_of(weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
     """Return the copy of a weight in `dtype` that is in use, or None."""
-    for copies in _in_use:
-        if (found := copies.of(weight, dtype)) is not None:
+    finds = [*_in_use]
+    if _recomputed and _runs_layers_again():
+        finds += [each.of_itself for each in _recomputed]
+    for find in finds:
+        if (found := find(weight, dtype)) is not None:
             return found
     return None
+
+
+def _runs_layers_again() -> bool:
+    """Whether this thread runs a backward pass, and in it a forward pass for gradients, as gradient
+    checkpointing does.
+    """
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 class _Kernels:
@@ -214,14 +265,10 @@ class _Kernels:
         launch(round_changed, grid, *tables, self._copies, self._changed, like, **self._options)
 
 
-def _versions(copies: Sequence[RoundedWeight]) -> list[int]:
-    """Return torch's counts of the frozen weights' versions."""
-    return [each.weight._version for each in copies if not each.weight.requires_grad]
-
-
 def _is_known(x: Tensor) -> bool:
     dense = x.dtype == torch.float32 and x.ndim == 2 and x.is_contiguous()
-    return dense and x.data_ptr() % 16 == 0
+    # inference tensors have no versions, and what is offloaded to "meta" has no memory
+    return dense and not (x.is_inference() or x.is_meta) and x.data_ptr() % 16 == 0
 
 
 def _fits(copies: Sequence[RoundedWeight], spare: float) -> bool:

@@ -80,8 +80,9 @@ class PatchReport:
         called: {reason: number of projections of decoder layers that run their own forward, exact
             but not fused}. Reasons are adapters, quantisation, hooks, sharding and torch.compile; a
             reason says so if the projection would be fused under autocast.
-        autocast: how fused layers treat float32 weights under autocast; empty if autocast is off,
-            or no weight is read in float32.
+        autocast: how fused layers treat float32 weights under autocast, and what the rounded copies
+            cost, once there are any; else empty if autocast is off, or no weight is read in
+            float32.
         rounding: why, on the model's device, a document's results equal those of the document alone
             only up to rounding; None: bit for bit in the layers' forward pass, as `tests/gpu`
             checks.
@@ -258,9 +259,11 @@ def _long_documents(
 
 
 def _autocast_in_words(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor) -> str:
-    """Return a sentence on float32 weights, LoRA's too, if autocast rounds them in fused layers,
-    else "".
+    """Return a sentence on float32 weights, LoRA's too, if autocast rounds them in fused layers, or
+    did so in training rows, else "".
     """
+    if made := state.graphs.copies_in_words("once for each training row"):
+        return made
     dtype, gathered_in = compute_dtype(x), policy_dtype(model, family)
     fused = {*model.modules()} - inside(model, is_fsdp1)
     weights = [
@@ -275,9 +278,10 @@ def _autocast_in_words(model: nn.Module, family: Family, state: PatchState, x: t
     )
     if not is_wide or not under_autocast(x.device) or dtype == torch.float32:
         return ""
-    said = f"float32 weights are rounded to {dtype} where products read them, forward and backward"
-    if state.cuda_graphs != "never":
-        said += "; for rows that CUDA graphs replay, once before that, in copies that are kept"
+    said = (
+        f"float32 weights are rounded to {dtype} where products read them, forward and backward; "
+        "in training on GPUs once for each row, in copies that are kept"
+    )
     return said.replace("torch.", "")
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
-from hf_packfree.graphs import whole
+from hf_packfree.graphs import copies
 from hf_packfree.trainer import callback
 from tests.benchmarks.machine import machine
 from tests.benchmarks.models import Variant, put_lora_on, quantise, variant_of
@@ -243,7 +243,7 @@ def without(variant: str) -> Iterator[None]:
     with ExitStack() as stack:
         if variant == ROUNDED:
             # without copies of fp32 weights (`hf_packfree.ops.rounded_weights`)
-            stack.enter_context(mock.patch.object(whole, "SPARE_OF_COPIES", 1.0))
+            stack.enter_context(mock.patch.object(copies, "SPARE", 1.0))
         if variant == WAITS:
             stack.enter_context(mock.patch.object(callback, "filter_losses"))
             stack.enter_context(mock.patch.object(callback, "copy_without_waiting"))

@@ -8,6 +8,7 @@ import torch
 from hf_packfree.graphs import bucketing, captures, runner
 from hf_packfree.graphs.bucket import Bucket
 from hf_packfree.graphs.bucketing import alike
+from hf_packfree.graphs.copies import Copies
 from hf_packfree.packing import PackedSequence
 
 
@@ -46,7 +47,7 @@ class Counting(runner.Runner):
 
     def __init__(self, captures=Counted):
         # a model that never changes
-        super().__init__(torch.nn.Identity, captures(), _compared=True)
+        super().__init__(torch.nn.Identity, Copies(torch.nn.Identity()), captures(), _compared=True)
 
     @property
     def captured(self):

@@ -224,10 +224,9 @@ def test_the_report_names_what_runs_under_autocast(gpu, monkeypatch):
     changed = {"delta_rule": "flash_qla", "attention": "triton"}
     assert under_bf16.implementations == plain | changed
     said = "float32 weights are rounded to bfloat16 where products read them, forward and backward"
-    assert under_bf16.autocast in str(under_bf16) and under_bf16.autocast == said
-    assert with_graphs.autocast == (
-        f"{said}; for rows that CUDA graphs replay, once before that, in copies that are kept"
-    )
+    said += "; in training on GPUs once for each row, in copies that are kept"
+    assert under_bf16.autocast in str(under_bf16)
+    assert under_bf16.autocast == with_graphs.autocast == said
     assert patch_report(model).implementations == plain
 
 

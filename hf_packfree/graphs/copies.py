@@ -1,0 +1,96 @@
+"""The rounded copies of a text model's fp32 weights, which its graphs and its rows without a graph
+share.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+from hf_packfree.graphs.settings import read_weights
+from hf_packfree.ops.rounded_weights import RoundedWeights
+
+SPARE = 1 / 4
+"""The share of the GPU's memory that copies leave, to activations and graphs among others."""
+
+
+class Copies:
+    """The copies of one text model's weights, which are made anew where a weight moved, or is
+    trained and was not.
+
+    Args:
+        trunk: the text model.
+
+    Attributes:
+        rounded: the copies at present.
+    """
+
+    def __init__(self, trunk: nn.Module) -> None:
+        self._trunk = weakref.ref(trunk)
+        self._made_of: list[nn.Parameter] = []
+        self._facts: list[tuple[int, bool]] = []
+        self.rounded = RoundedWeights()
+
+    def current(self, keep: bool = False) -> RoundedWeights | None:
+        """Return the copies of the weights that the text model has now; None if others would have
+        to be made, but those that there are must be kept.
+        """
+        trunk = self._trunk()
+        assert trunk is not None
+        weights = [x for x in read_weights(trunk) if _is_whole(x)]
+        facts = [(x.data_ptr(), x.requires_grad) for x in weights]
+        # addresses first: they differ, if there are more weights
+        if facts == self._facts and all(map(is_, weights, self._made_of)):
+            return self.rounded
+        if keep:
+            return None
+        self._made_of, self._facts = weights, facts
+        return self.begin(refused=False)
+
+    def begin(self, refused: bool) -> RoundedWeights:
+        """Free the copies, but for graphs and rows whose backward pass is still to come.
+
+        Args:
+            refused: whether there is no memory for others of these weights.
+        """
+        self.rounded.leave()
+        self.rounded = RoundedWeights(
+            x for x in self._made_of if x.device == self._made_of[0].device
+        )
+        self.rounded.refused = refused
+        return self.rounded
+
+    def allocate(self) -> None:
+        """Make copies of what was read so far, if they leave enough memory."""
+        self.rounded.allocate(SPARE)
+
+    def in_row(self, wait: bool, keep: bool) -> AbstractContextManager[None] | None:
+        """Let products read the copies within the block, which runs a training row without a graph,
+        and in its recomputation; None if they must not.
+
+        The first row only notes which weights are read, and the next has copies.
+
+        Args:
+            wait: whether no memory is taken yet, see `Graphs`.
+            keep: whether graphs read the copies that there are.
+        """
+        rounded = self.current(keep)
+        if rounded is None:
+            return None
+        try:
+            if not wait:
+                self.allocate()
+            rounded.refresh()
+        # copies are worth no row
+        except torch.OutOfMemoryError:
+            rounded = self.begin(refused=True)
+        return rounded.in_row()
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Whether a weight is an ordinary parameter, which nobody gathers from parts."""
+    return type(x) is nn.Parameter and not hasattr(x, "ds_shape")
