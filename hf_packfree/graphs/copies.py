@@ -11,11 +11,15 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.graphs.settings import read_weights
+from hf_packfree.graphs.settings import Places, read_places
 from hf_packfree.ops.rounded_weights import RoundedWeights
 
 SPARE = 1 / 4
 """The share of the GPU's memory that copies leave, to activations and graphs among others."""
+AGAIN = 64
+"""Every this many-th row the modules are walked for others that hold weights: PEFT makes
+thousands, and walking them takes the host as long as a layer.
+"""
 
 
 class Copies:
@@ -31,7 +35,9 @@ class Copies:
 
     def __init__(self, trunk: nn.Module) -> None:
         self._trunk = weakref.ref(trunk)
-        self._made_of: list[nn.Parameter] = []
+        self._places: Places = []
+        self._rows = 0
+        self._made_of: list[Tensor] = []
         self._facts: list[tuple[int, bool]] = []
         self.rounded = RoundedWeights()
 
@@ -39,9 +45,7 @@ class Copies:
         """Return the copies of the weights that the text model has now; None if others would have
         to be made, but those that there are must be kept.
         """
-        trunk = self._trunk()
-        assert trunk is not None
-        weights = [x for x in read_weights(trunk) if _is_whole(x)]
+        weights = [x for x in self._weights() if _is_whole(x)]
         facts = [(x.data_ptr(), x.requires_grad) for x in weights]
         # addresses first: they differ, if there are more weights
         if facts == self._facts and all(map(is_, weights, self._made_of)):
@@ -50,6 +54,23 @@ class Copies:
             return None
         self._made_of, self._facts = weights, facts
         return self.begin(refused=False)
+
+    def of_new_settings(self) -> None:
+        """Walk the modules, because some changed."""
+        self._rows = 0
+        self.current()
+
+    def _weights(self) -> list[Tensor]:
+        """Return the weights at present; those of modules that are new, up to `AGAIN` rows later,
+        and until then they are rounded where products read them.
+        """
+        if self._rows % AGAIN == 0:
+            trunk = self._trunk()
+            assert trunk is not None
+            self._places = read_places(trunk)
+        self._rows += 1
+        found = (own.get(name) for own, name in self._places)
+        return [weight for weight in found if weight is not None]
 
     def begin(self, refused: bool) -> RoundedWeights:
         """Free the copies, but for graphs and rows whose backward pass is still to come.

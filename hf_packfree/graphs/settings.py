@@ -161,9 +161,18 @@ def weights_at(places: Places) -> list[Tensor]:
 
 
 def read_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that a text model's graph may read: all but the embedding's."""
-    own = chain.from_iterable(part._parameters.values() for _, part in _parts(module))
-    return [parameter for parameter in own if parameter is not None]
+    """Return the parameters that a text model's graph may read."""
+    return [own[name] for own, name in read_places(module)]
+
+
+def read_places(module: nn.Module) -> Places:
+    """Return where a text model's parameters are kept: all but the embedding's."""
+    return [
+        (part._parameters, name)
+        for _, part in _parts(module)
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

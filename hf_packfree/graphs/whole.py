@@ -58,7 +58,7 @@ class Whole:
         self.settings = Settings(trunk)
         self.why_not = why_not(trunk)
         self._copies, self.seeds = copies, Seeds()
-        copies.current()
+        copies.of_new_settings()
 
     @property
     def rounded(self) -> RoundedWeights:

@@ -234,6 +234,30 @@ def test_rows_read_the_weights_of_their_step(model, write):
         assert before["loss"] != wanted["loss"]
 
 
+@needs("peft")
+def test_weights_of_new_modules_are_rounded_where_they_are_read_until_they_are_found(
+    model, monkeypatch
+):
+    monkeypatch.setattr(copies, "AGAIN", 6)
+    for _ in range(3):
+        step(model)
+    layer = model.model.layers[0].mlp.down_proj
+    layer.base_layer = copy.deepcopy(layer.base_layer)
+    with torch.no_grad():
+        layer.base_layer.weight.mul_(3)
+    counted, found = [], []
+    for _ in range(6):
+        found.append(step(model))
+        with Roundings(model) as roundings:
+            found.append(step(model))
+        counted.append(roundings.count)
+    assert counted[0] > 0 and counted[-1] == 0 and len(copies_of(model)) == MATRICES
+    with without_copies():
+        wanted = step(model)
+    for each in found:
+        assert_same(each, wanted)
+
+
 def test_a_copy_is_of_no_other_weight_at_its_address():
     """Weights that are moved, or freed, leave their addresses to others."""
     weights = [torch.nn.Parameter(torch.randn(8, 8), requires_grad=False) for _ in range(3)]
