@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from tests.data.processors import picture, vision_processor
@@ -34,14 +35,16 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder with a checkpoint, its tokenizer, texts and conversations."""
+    """A folder with a checkpoint in bfloat16, as released ones are, its tokenizer, texts and
+    conversations.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("examples")
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tiny().save_pretrained(folder / "model")
+    tiny().bfloat16().save_pretrained(folder / "model")
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE
     ).save_pretrained(folder / "model")
@@ -73,9 +76,12 @@ def run(home, tmp_path, monkeypatch, capsys):
 
 
 def changed(home: Path, out: Path) -> bool:
-    """Whether a saved checkpoint is loaded as it was written and has learned something."""
+    """Whether a saved checkpoint is loaded as it was written, in float32, in which small updates
+    are not lost, and has learned something.
+    """
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (home / "model", out))
     assert after.state_dict().keys() == before.state_dict().keys()
+    assert (before.dtype, after.dtype) == (torch.bfloat16, torch.float32)
     return any(not torch.equal(b, a) for b, a in zip(before.parameters(), after.parameters()))
 
 
@@ -105,9 +111,10 @@ def test_qlora_with_trl(run, home, tmp_path):
     assert "is patched" in shown and (tmp_path / "out" / "adapter_config.json").is_file()
 
 
-def test_images(tmp_path, monkeypatch, capsys):
-    """As a whole, on rows as those of the data set that it names."""
-    tiny_vision("qwen3_5").save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("own", [False, True], ids=["its data set", "--data"])
+def test_images(own, tmp_path, monkeypatch, capsys):
+    """As a whole, on rows as those of the data set that it names, and on files of a user's."""
+    tiny_vision("qwen3_5").bfloat16().save_pretrained(tmp_path / "model")
     rows = [
         {
             "prompt": [{"role": "user", "content": "a b"}],
@@ -122,11 +129,25 @@ def test_images(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(processor, "save_pretrained", saved.append)
     monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda path: processor)
     options = ["--model", tmp_path / "model", "--out", tmp_path / "out", "--steps", "2"]
+    if own:
+        rows = [_with_a_file(row, tmp_path / f"{seed}.png") for seed, row in enumerate(rows)]
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        options += ["--data", data]
     monkeypatch.setattr(sys, "argv", ["images.py", *map(str, options)])
     runpy.run_path(str(EXAMPLES / "images.py"), run_name="__main__")
     assert "'packfree/documents_per_row': '8'" in capsys.readouterr().out
     assert saved == [str(tmp_path / "out")]
-    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out").model.visual is not None
+    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    assert trained.model.visual is not None and trained.dtype == torch.float32
+
+
+def _with_a_file(row: dict, path: Path) -> dict:
+    """A line of --data: the row's image in a file, whose path is in the messages."""
+    (image,), (turn,) = row["images"], row["prompt"]
+    Image.fromarray(image).save(path)
+    parts = [{"type": "image", "path": str(path)}, {"type": "text", "text": turn["content"]}]
+    return {"messages": [turn | {"content": parts}, *row["completion"]]}
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +27,10 @@ def train(model: Any, processor: Any, examples: Sequence[dict[str, Any]], option
             num_train_epochs=1,
             learning_rate=1e-5,
             logging_steps=10,
+            # autocast, over weights in float32
+            bf16=torch.cuda.is_available(),
             # the collator wants the messages
             remove_unused_columns=False,
-            dataloader_pin_memory=torch.cuda.is_available(),
             report_to="none",
         ),
         train_dataset=examples,
@@ -43,15 +46,14 @@ def main() -> None:
     """Load, train, and save model and processor."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="Qwen/Qwen3.5-2B", help="a folder or hub id")
+    parser.add_argument("--data", help="a JSONL file of messages")
     parser.add_argument("--out", default="out")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     # AutoModelForCausalLM would leave the vision tower out
-    model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=dtype)
+    model = AutoModelForImageTextToText.from_pretrained(options.model, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(options.model)
-    rows = load_dataset("trl-lib/llava-instruct-mix", split="train[:1000]")
 
     def conversation(row: dict[str, Any]) -> dict[str, Any]:
         """Put the row's image before the words of the first message."""
@@ -62,7 +64,12 @@ def main() -> None:
         first["content"].insert(0, {"type": "image", "image": row["images"][0]})
         return {"messages": [first, *rest]}
 
-    trainer = train(model, processor, [conversation(row) for row in rows], options)
+    if options.data:
+        examples = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
+    else:
+        rows = load_dataset("trl-lib/llava-instruct-mix", split="train[:1000]")
+        examples = [conversation(row) for row in rows]
+    trainer = train(model, processor, examples, options)
     trainer.save_model()
     processor.save_pretrained(options.out)
 

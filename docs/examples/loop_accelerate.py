@@ -25,11 +25,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
 
-    accelerator = Accelerator()
-    dtype = torch.bfloat16 if accelerator.device.type == "cuda" else torch.float32
+    # autocast to bfloat16 on a GPU, and weights in float32, which small updates change
+    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     # the text model alone, as docs/quickstart.md explains; patched before accelerate wraps it
-    model = apply_patches(AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)).train()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    # graphs want one backward pass for each forward pass; gradients may be accumulated
+    model = apply_patches(model, unpacked="native", cuda_graphs="auto").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     if options.data:
         texts = load_dataset("json", data_files=options.data, split="train")["text"]

@@ -57,9 +57,6 @@ def main() -> None:
             num_train_epochs=1,
             learning_rate=2e-4,
             logging_steps=10,
-            # by default the Trainer waits for the GPU twice in each step
-            logging_nan_inf_filter=False,
-            accelerator_config={"non_blocking": True},
             bf16=False,
             use_cpu=not torch.cuda.is_available(),
             report_to="none",

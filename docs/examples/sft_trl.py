@@ -40,12 +40,8 @@ def main() -> None:
             # TRL's default recomputes layers, a third of a step; True where memory is short
             gradient_checkpointing=False,
             logging_steps=10,
-            # by default the Trainer waits for the GPU twice in each step
-            logging_nan_inf_filter=False,
-            accelerator_config={"non_blocking": True},
-            # weights in bfloat16 and no autocast: the fast path, docs/fast.md
-            model_init_kwargs={"dtype": "bfloat16" if gpu else "float32"},
-            bf16=False,
+            # TRL's default on a GPU: weights in float32, under autocast to bfloat16
+            bf16=gpu,
             use_cpu=not gpu,
             report_to="none",
         ),
