@@ -75,14 +75,14 @@ def run(home, tmp_path, monkeypatch, capsys):
     return file
 
 
-def changed(home: Path, out: Path) -> bool:
+def changed(before: Path, after: Path, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether a saved checkpoint is loaded as it was written, in float32, in which small updates
     are not lost, and has learned something.
     """
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (home / "model", out))
-    assert after.state_dict().keys() == before.state_dict().keys()
-    assert (before.dtype, after.dtype) == (torch.bfloat16, torch.float32)
-    return any(not torch.equal(b, a) for b, a in zip(before.parameters(), after.parameters()))
+    old, new = (AutoModelForCausalLM.from_pretrained(path) for path in (before, after))
+    assert new.state_dict().keys() == old.state_dict().keys()
+    assert (old.dtype, new.dtype) == (dtype, torch.float32)
+    return any(not torch.equal(b, a) for b, a in zip(old.parameters(), new.parameters()))
 
 
 def test_sft_with_trl(run, home, tmp_path):
@@ -90,17 +90,17 @@ def test_sft_with_trl(run, home, tmp_path):
     out = str(tmp_path / "out")
     shown = run("sft_trl.py", "messages", "--out", out, "--steps", "2", "--max-length", "64")
     assert "packfree/documents_per_row" in shown and "'packfree/influence': '0'" in shown
-    assert changed(home, tmp_path / "out")
+    assert changed(home / "model", tmp_path / "out")
 
 
 def test_the_trainer(run, home, tmp_path):
     shown = run("trainer.py", "text", "--out", str(tmp_path / "out"), "--steps", "2")
-    assert "packfree/tokens_per_second" in shown and changed(home, tmp_path / "out")
+    assert "packfree/tokens_per_second" in shown and changed(home / "model", tmp_path / "out")
 
 
 def test_a_loop_with_accelerate_saves_reloads_and_generates(run, home, tmp_path):
     shown = run("loop_accelerate.py", "text", "--out", str(tmp_path / "out"), "--steps", "2")
-    assert shown.startswith("step 0: loss ") and changed(home, tmp_path / "out")
+    assert shown.startswith("step 0: loss ") and changed(home / "model", tmp_path / "out")
     # what generate wrote behind the prompt
     assert len(shown.splitlines()[-1].split()) > 16
 
@@ -148,6 +148,18 @@ def _with_a_file(row: dict, path: Path) -> dict:
     Image.fromarray(image).save(path)
     parts = [{"type": "image", "path": str(path)}, {"type": "text", "text": turn["content"]}]
     return {"messages": [turn | {"content": parts}, *row["completion"]]}
+
+
+def test_the_tiny_checkpoint_of_the_quickstart_trains(run, home, tmp_path, monkeypatch):
+    """By its own tokenizer and chat template, in the place of a released one."""
+    pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    page = (EXAMPLES.parent / "quickstart.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    for name, data in (("trainer.py", "text"), ("sft_trl.py", "messages")):
+        out = str(tmp_path / name)
+        run(name, data, "--model", "my-checkpoint", "--out", out, "--steps", "1")
+        assert changed(tmp_path / "my-checkpoint", tmp_path / name, torch.float32)
 
 
 @pytest.mark.slow

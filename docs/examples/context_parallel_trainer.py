@@ -1,5 +1,6 @@
-"""The Trainer on rows that processes share: torchrun --nproc-per-node 2
-docs/examples/context_parallel_trainer.py
+"""The Trainer on rows that two GPUs share, since accelerate shares none on CPUs:
+
+torchrun --nproc-per-node 2 docs/examples/context_parallel_trainer.py
 """
 
 from __future__ import annotations
