@@ -193,7 +193,8 @@ def test_shell_lines_name_what_exists(page, help_of):
             # families are parameters
             assert named or wanted in by_family, step
         else:
-            assert words[:3] in (["python3", "-m", "venv"], ["python", "-m", "pytest"]), step
+            known = ["python3", "-m", "venv"], ["python", "-m", "pytest"]
+            assert words[:3] in known or words[:2] == ["mkdir", "-p"], step
 
 
 @pytest.mark.usefixtures("imports_tried_once")
@@ -248,6 +249,13 @@ def test_the_two_commands_are_one_line_without_cuda(mark):
     torch = next(step for step in steps if any(word.startswith("torch==") for word in step))
     assert torch[-2:] == ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     assert steps.index(torch) == 1, "torch comes before whatever requires it"
+
+
+def test_every_command_takes_one_torch_and_the_torchvision_made_for_it():
+    pages = "\n".join(PAGES.values())
+    (minor,) = set(re.findall(r"\btorch==2\.(\d+)\.0\b", pages))
+    assert set(re.findall(r"\btorch==([\d.]+\d)", pages)) == {f"2.{minor}.0"}
+    assert set(re.findall(r"\btorchvision==([\d.]+\d)", pages)) == {f"0.{int(minor) + 15}.0"}
 
 
 def test_commands_and_their_options_exist(help_of):
