@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hf_packfree
 from hf_packfree import errors
@@ -116,29 +118,74 @@ def refusals() -> list[Refusal]:
 
 
 def _in_file(name: str, source: str) -> Iterator[Refusal]:
+    values = _constants(source)
     calls = [node for node in nodes(source) if isinstance(node, ast.Call)]
     for node in sorted(calls, key=lambda call: call.lineno):
         kind = getattr(node.func, "id", "")
         if not node.args or (kind not in BUILTIN and not hasattr(errors, kind)):
             continue
-        text = _text(node.args[0]).replace("|", "\\|")
+        text = _text(node.args[0], values).replace("|", "\\|")
         if text.startswith("found ") and "; wanted " in text:
             what, _, rest = text.removeprefix("found ").partition("; wanted ")
             wanted, _, mend = rest.partition("; ")
             yield Refusal(name, kind, what, wanted, mend)
 
 
-def _text(node: ast.expr) -> str:
-    """Return a message as people read it: names in italics for values that a call decides."""
+def _text(node: ast.expr, values: dict[str, Any]) -> str:
+    """Return a message as people read it: the values of the file's constants, and names in italics
+    for what a call decides.
+    """
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(map(_text, node.values))
+        return "".join(_text(part, values) for part in node.values)
     if isinstance(node, ast.FormattedValue):
-        return _text(node.value)
+        if isinstance(node.value, ast.Name) and node.value.id in values:
+            value = values[node.value.id]
+            spec = "" if node.format_spec is None else _text(node.format_spec, values)
+            said = format(repr(value) if node.conversion == ord("r") else value, spec)
+            return re.sub(r"([\\*])", r"\\\1", said)
+        return _text(node.value, values)
     if isinstance(node, ast.Name):
         return f"*{node.id.replace('_', ' ').strip()}*"
     return "…"
+
+
+def _constants(source: str) -> dict[str, Any]:
+    """Return the texts and numbers that a file calls by a name in capitals, its own and those that
+    it imports from the package; not what depends on the machine.
+    """
+    found: dict[str, Any] = {}
+    for node in nodes(source):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_packfree."):
+            path = HOUSE.parent / f"{(node.module or '').replace('.', '/')}.py"
+            theirs = _own_constants(path.read_text()) if path.is_file() else {}
+            found |= {a.asname or a.name: theirs[a.name] for a in node.names if a.name in theirs}
+    return found | _own_constants(source)
+
+
+@cache
+def _own_constants(source: str) -> dict[str, Any]:
+    assigned = (
+        (node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+    )
+    named = {
+        name.id: _value(value)
+        for name, value in assigned
+        if isinstance(name, ast.Name) and name.id.isupper()
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _value(node: ast.expr) -> str | int | float | None:
+    """Return a text or a number, or what is computed of numbers alone; None for anything else."""
+    arithmetic = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+    if not all(isinstance(part, arithmetic) for part in ast.walk(node)):
+        return None
+    value = eval(compile(ast.Expression(node), "constant", "eval"))
+    return value if isinstance(value, str | int | float) else None
 
 
 def section_of(file: str) -> str | None:

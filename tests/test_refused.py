@@ -42,3 +42,21 @@ def test_how_a_message_is_read():
     ]
     assert list(_in_file("f.py", "print('found x; wanted y; do z')")) == []
     assert list(_in_file("f.py", "raise KeyError(f'found x; wanted y; do z')")) == []
+
+
+def test_constants_are_put_in():
+    """The file's own and the package's, formatted as the message does; what depends on the
+    release, and names of other kinds, stay names.
+    """
+    source = (
+        "from hf_packfree.cli.arguments import MOST_TOKENS\n"
+        "from hf_packfree.models.compat import CACHE\n"
+        "_LIMIT: float = 1e-5\n"
+        "RECIPE = 'f(x, ' r'a\\.*)'\n"
+        "OTHER = {}\n"
+        "raise ValueError(f'found {_LIMIT:.0e} of {MOST_TOKENS:,}; wanted {RECIPE!r}; "
+        "pass {CACHE}, {OTHER} or {some_name}')"
+    )
+    (row,) = _in_file("f.py", source)
+    assert row.found == "1e-05 of 16,777,216"
+    assert row.wanted == r"'f(x, a\\\\.\*)'" and row.mend == "pass *CACHE*, *OTHER* or *some name*"
