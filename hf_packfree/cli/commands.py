@@ -165,9 +165,7 @@ def bench(options: argparse.Namespace) -> int:
     if options.tree is not None:
         return _bench_tree(options)
     if options.png is not None and find_spec("matplotlib") is None:
-        raise ImportError(
-            "found no matplotlib; wanted it for --png; pip install 'hf_packfree[demo]' brings it"
-        )
+        raise ImportError("found no matplotlib; wanted it for --png; pip install matplotlib")
     if options.png is not None:
         check_picture(options.png)
     sample = choose_lengths(options.lengths, options.documents, options.longest)
@@ -369,10 +367,7 @@ def demo(options: argparse.Namespace) -> int:
         as_json(report.as_dict())
         return LEAK if report.failures() else FINE
     if not plots and not options.no_plots:
-        say(
-            "No picture: matplotlib is absent; pip install 'hf_packfree[demo]' brings it, "
-            "--no-plots does without."
-        )
+        say("No picture: matplotlib is absent; pip install matplotlib, --no-plots does without.")
     if options.quiet:
         say(str(report))
     else:

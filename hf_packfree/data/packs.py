@@ -179,8 +179,7 @@ def packs_of(lengths: Sequence[int], max_length: int) -> list[list[int]]:
         from binpacking.to_constant_volume import to_constant_volume
     except ImportError as error:
         raise ImportError(
-            "found no binpacking, which packs documents; wanted it; pip install "
-            "'hf_packfree[vision]'"
+            "found no binpacking, which packs documents; wanted it; pip install binpacking"
         ) from error
     if not lengths:
         return []
