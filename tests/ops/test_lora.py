@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_packfree.ops.fused import projections
 from hf_packfree.ops.fused.computed_weights import ComputedWeight
-from hf_packfree.ops.fused.lora import Adapter, AdapterGroup, LoraLinear
-from hf_packfree.ops.fused.lora_products import Products
+from hf_packfree.ops.fused.dropped_products import Mask, left
+from hf_packfree.ops.fused.lora import Adapter, LoraLinear
 from hf_packfree.ops.seeds import Seed
 from tests.support import relative_rms
 
@@ -198,7 +198,7 @@ def test_dropout_zeroes_the_share_and_keeps_the_mean():
 
     def dropped(seed):
         drawn = Seed(torch.tensor([seed]), 3)
-        return AdapterGroup(slice(1), (0,), Products(x.dtype), 1, 1.0, 0.25, drawn).drop(x)
+        return left(x, Mask(drawn, 0.25))
 
     read = dropped(1)
     assert abs(float((read == 0).double().mean()) - 0.25) < 0.02

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, linear
 
-from hf_packfree.ops.dropout import drop
 from hf_packfree.ops.fused.computed_weights import Weight, materialize
+from hf_packfree.ops.fused.dropped_products import Mask, add, are_drawn_within, left
 from hf_packfree.ops.fused.lora_products import (
     Products,
     cat,
     on_tensor_cores,
     products_for,
 )
-from hf_packfree.ops.seeds import Seed, draw_seed
+from hf_packfree.ops.seeds import draw_seed
 
 # elements; kernels use vector loads and stores where the stride of rows is a multiple of this
 _ALIGNED = 16
@@ -98,8 +98,7 @@ class AdapterGroup:
         products: the products with the group's A and B.
         rank: of A and B.
         scaling: the adapters' scaling, divided by 1 - dropout.
-        dropout: the probability.
-        seed: of the dropout mask, see `hf_packfree.ops.seeds`; None without dropout.
+        mask: the adapter's dropout; None without.
     """
 
     adapters: slice
@@ -107,14 +106,7 @@ class AdapterGroup:
     products: Products
     rank: int
     scaling: float
-    dropout: float
-    seed: Seed | None = None
-
-    def drop(self, x: Tensor) -> Tensor:
-        """Return x with zeros where it is dropped out; `scaling` makes up for that, in the
-        products.
-        """
-        return x if self.seed is None else drop(x, self.seed, self.dropout)
+    mask: Mask | None = None
 
 
 def group_adapters(
@@ -137,9 +129,9 @@ def group_adapters(
         layers = tuple([layer for layer, _ in each])
         products = products_for(dtype, of_adapters, on_tensor_cores(each[0][1].A))
         dropped = each[0][1].dropout
-        seed = draw_seed(each[0][1].A.device) if dropped else None
+        mask = Mask(draw_seed(each[0][1].A.device), dropped) if dropped else None
         scaling /= 1 - dropped
-        groups.append(AdapterGroup(span, layers, products, rank, scaling, dropped, seed))
+        groups.append(AdapterGroup(span, layers, products, rank, scaling, mask))
         tensors += [tensor for _, one in each for tensor in (one.A, one.B)]
     return groups, tensors
 
@@ -176,10 +168,8 @@ class JoinedAdapters:
 
     def h(self, x: Tensor) -> list[Tensor]:
         """Return scaling * dropout(x) A^T of each group [T, K], given x [T, D]."""
-        # copied once for all masks
-        x = x.contiguous() if any(group.dropout for group in self.groups) else x
         return [
-            group.products.h(group.drop(x), self.As[group.adapters], group.scaling)
+            group.products.h(x, self.As[group.adapters], group.scaling, group.mask)
             for group in self.groups
         ]
 
@@ -233,7 +223,7 @@ class JoinedAdapters:
         None if any group has dropout, or products in another dtype than `dtype`.
         """
         for group in self.groups:
-            if group.dropout or group.products.dtype != dtype:
+            if group.mask is not None or group.products.dtype != dtype:
                 return None
         return cat([group.products.factor_A(self.As[group.adapters]) for group in self.groups], 0)
 
@@ -241,8 +231,11 @@ class JoinedAdapters:
         """Return the adapters' part of x's gradient, [T, D] in `dtype`."""
         total: Tensor | None = None
         for group, part in zip(self.groups, d_h, strict=True):
-            d_x = part @ group.products.factor_A(self.As[group.adapters])
-            d_x = group.drop(d_x.to(dtype))
+            A = group.products.factor_A(self.As[group.adapters])
+            if group.mask is not None and are_drawn_within(part, dtype):
+                total = add(total, part, A, group.mask)
+                continue
+            d_x = left((part @ A).to(dtype), group.mask)
             total = d_x if total is None else total.add_(d_x)
         assert total is not None
         return total
@@ -253,5 +246,5 @@ class JoinedAdapters:
         for group, part in zip(self.groups, d_h, strict=True):
             As = self.As[group.adapters]
             wanted = any(needed[group.adapters])
-            found += group.products.d_A(group.drop(x), part, As) if wanted else [None] * len(As)
+            found += group.products.d_A(x, part, As, group.mask) if wanted else [None] * len(As)
         return found

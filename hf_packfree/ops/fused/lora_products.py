@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import HALF, on_hopper
+from hf_packfree.ops.fused.dropped_products import Mask, are_drawn_within, gradient, left, times
 from hf_packfree.ops.fused.lora_kernels import TILE_RANK, add_parts, gradients_at_once, split_fp32
 
 
@@ -35,9 +36,13 @@ class Products:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def h(self, x: Tensor, As: Sequence[Tensor], scaling: float) -> Tensor:
-        """Return scaling x A^T of each A, side by side, [T, n parts r]."""
-        return scaled_product(x.to(self.dtype), self.factor_A(As).T, scaling)
+    def h(
+        self, x: Tensor, As: Sequence[Tensor], scaling: float, mask: Mask | None = None
+    ) -> Tensor:
+        """Return scaling x A^T of each A, side by side, [T, n parts r], where a mask leaves x."""
+        if mask is not None and are_drawn_within(x, self.dtype):
+            return times(x, self.factor_A(As), mask, scaling, self.dtype)
+        return scaled_product(left(x, mask).to(self.dtype), self.factor_A(As).T, scaling)
 
     def d_h(self, d_outs: Sequence[Tensor], Bs: Sequence[Tensor], scaling: float) -> Tensor:
         """Return scaling d_out B of each pair of d_out [T, F] and B, side by side, [T, n parts
@@ -48,9 +53,13 @@ class Products:
             [scaled_product(d.to(self.dtype), B.to(self.dtype), scaling) for d, B in each], 1
         )
 
-    def d_A(self, x: Tensor, d_h: Tensor, As: Sequence[Tensor]) -> Sequence[Tensor]:
+    def d_A(
+        self, x: Tensor, d_h: Tensor, As: Sequence[Tensor], mask: Mask | None = None
+    ) -> Sequence[Tensor]:
         """Return the gradient of each A, in its dtype."""
-        return product_in(d_h.T, x.to(self.dtype), As[0].dtype).chunk(len(As))
+        if mask is not None and are_drawn_within(x, self.dtype):
+            return gradient(d_h, x, mask, As[0].dtype).chunk(len(As))
+        return product_in(d_h.T, left(x, mask).to(self.dtype), As[0].dtype).chunk(len(As))
 
     def d_B(self, d_out: Tensor, h: Tensor, B: Tensor) -> Tensor:
         """Return the gradient of one B, in its dtype, given its adapter's h."""
@@ -98,8 +107,13 @@ class SplitFp32(Products):
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
 
-    def h(self, x: Tensor, As: Sequence[Tensor], scaling: float) -> Tensor:
-        wide = wide_product(x, _split_A(As).T)
+    def h(
+        self, x: Tensor, As: Sequence[Tensor], scaling: float, mask: Mask | None = None
+    ) -> Tensor:
+        if mask is None:
+            wide = wide_product(x, _split_A(As).T)
+        else:
+            wide = times(x, _split_A(As), mask, 1.0, torch.float32)
         return add_parts(wide, x.new_empty(wide.shape), As[0].shape[0], scaling)
 
     def d_h(self, d_outs: Sequence[Tensor], Bs: Sequence[Tensor], scaling: float) -> Tensor:
@@ -110,8 +124,14 @@ class SplitFp32(Products):
             add_parts(wide, columns, rank, scaling)
         return d_h
 
-    def d_A(self, x: Tensor, d_h: Tensor, As: Sequence[Tensor]) -> Sequence[Tensor]:
-        parts = wide_product(d_h.T, x).view(len(As), 3, -1, x.shape[1])
+    def d_A(
+        self, x: Tensor, d_h: Tensor, As: Sequence[Tensor], mask: Mask | None = None
+    ) -> Sequence[Tensor]:
+        if mask is None:
+            wide = wide_product(d_h.T, x)
+        else:
+            wide = gradient(d_h, x, mask, torch.float32)
+        parts = wide.view(len(As), 3, -1, x.shape[1])
         return (parts[:, 1] + parts[:, 2]).unbind()
 
     def d_B(self, d_out: Tensor, h: Tensor, B: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule.segments import fold
 from hf_packfree.ops.fused import (
     add_norm,
+    dropped_products,
     gated_rms_norm,
     gates,
     lora,
@@ -71,7 +72,7 @@ def compile_all() -> Failures:
             )
 
     JITFunction.run = compile_only
-    dropout._on_a_gpu = lambda x: True
+    dropout._on_a_gpu = dropped_products._on_a_gpu = lambda x: True
     lora.on_tensor_cores = lora_products.on_tensor_cores = lambda x: True
     lora_products.on_hopper = lambda x: True
     lora_products.wide_product = lambda x, w: x.float() @ w.float()

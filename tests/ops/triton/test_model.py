@@ -75,6 +75,7 @@ def test_every_kernel_of_a_layer_runs(launched, recomputed):
     assert_as_on_torch(step(**TRITON))
     of_others = {"qkv_rope", "qkv_rope_backward", "rope"}
     of_adapters = {"split", "add_parts", "add_blocks", "lora_gradients", "drop_out"}
+    of_adapters |= {"times_dropped", "gradient_of_factor", "add_dropped"}
     of_graphs = {"find_changed", "round_changed"}
     # half precision, long documents, the head's loss
     of_heads = {"scaled", "softmax_gradient", "token_gradient", "token_statistics"}
