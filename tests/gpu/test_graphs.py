@@ -16,6 +16,7 @@ from hf_packfree import patch_report
 from hf_packfree.graphs import bucketing, parts
 from hf_packfree.graphs.bucket import bucket_of, in_bucket, lengthened
 from hf_packfree.models.state import state_of
+from hf_packfree.ops.fused import computed_weights
 from tests.benchmarks.models import put_lora_on, quantise
 from tests.gpu.checks import DEVICE, TRIAL, gpu, record_of, spans
 from tests.gpu.small import NARROW, WIDE, hidden, packed_row, small
@@ -524,6 +525,39 @@ def test_frozen_fp32_weights_are_rounded_once(record, write, checkpointing):
     if write != "other memory":
         assert runner_of(model).replayed >= before + 8
         assert len(runner_of(model).captures.rounded) > 0, patch_report(model).cuda_graphs
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("lora", [True, False])
+def test_rows_without_graphs_round_fp32_weights_once(record, monkeypatch, lora, reentrant):
+    """Forward, backward, and where layers are recomputed: bits are those of rounding them in every
+    product.
+    """
+    model = small(NARROW, torch.float32, unpacked="native")
+    if lora:
+        put_lora_on(model, "fp32", False)
+        model.enable_input_require_grads()
+    if reentrant is not None:
+        checkpoint_layers(model, reentrant=reentrant)
+
+    def outcome(turn: int) -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            values = step(model, ROWS[turn % 2])
+        return [values, *gradients(model).values()]
+
+    for turn in range(4):
+        outcome(turn)
+        found = outcome(turn)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(computed_weights, "copy_of", lambda *_: None)
+            wanted = outcome(turn)
+        worst = max(difference(*pair) for pair in zip(found, wanted, strict=True))
+        record(f"turn {turn}", worst, 0.0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+    assert "rounded once for each training row, in copies of" in patch_report(model).autocast
 
 
 def test_autocast(record):

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from hf_packfree import apply_patches, patch_report
-from hf_packfree.ops.fused import projections
+from hf_packfree.ops.fused import dropped_products, projections
+from hf_packfree.ops.fused.dropped_products import Mask
 from hf_packfree.ops.fused.lora import Adapter, LoraLinear
+from hf_packfree.ops.seeds import Seed
 from tests.benchmarks.models import quantise
 from tests.gpu.checks import DEVICE, TRIAL, WIDTH, gpu
 from tests.gpu.small import NARROW, small
@@ -171,3 +173,26 @@ def assert_as_near(dtype, record, what, **options):
     found = errors(run(model, batch, weights), exact)
     for which, ours, limit in zip(("logits", "worst gradient"), found, unpatched, strict=True):
         record(f"{what}: {which} from exact", ours, max(ROUNDING * limit, FP32))
+
+
+@pytest.mark.parametrize("columns", [RANK, 3 * RANK])
+def test_products_with_dropout_are_of_what_one_mask_leaves(record, columns):
+    """The mask by a product of ones."""
+    if DEVICE != "cuda":
+        pytest.skip("the kernels are interpreted in tests/ops/triton/test_dropped_products.py")
+    mask = Mask(Seed(torch.zeros(1, dtype=torch.int64, device=DEVICE).random_(), 5), 0.05)
+    sizes = (TOKENS, WIDTH), (columns, WIDTH), (TOKENS, columns)
+    x, w, d_h = (torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for size in sizes)
+    ones = torch.ones_like(d_h[:, :1]), torch.ones_like(w[:1])
+    kept = dropped_products.add(None, *ones, mask) != 0
+    share = kept.double().mean().item()
+    record(
+        "share that is dropped out, less the probability", abs(1 - share - mask.probability), 1e-3
+    )
+    left = (x * kept).double()
+    h = dropped_products.times(x, w, mask, 0.5, torch.float32)
+    record("h", relative_rms(h, 0.5 * left @ w.double().T), 1e-5)
+    d_w = dropped_products.gradient(d_h, x, mask, torch.float32)
+    record("gradient of A", relative_rms(d_w, d_h.double().T @ left), 1e-5)
+    d_x = dropped_products.add(None, d_h, w, mask)
+    record("gradient of x", relative_rms(d_x, d_h.double() @ w.double() * kept), 2**-8)
