@@ -3,7 +3,7 @@ formulas in README.md.
 
 The A of all adapters without dropout are one product. Frozen weights get no gradient; for the
 backward pass x is kept, as without adapters, and h of rank r. Dropout masks are drawn again from
-their seeds.
+their seeds (`hf_packfree.ops.fused.dropped_products`).
 """
 
 from __future__ import annotations
