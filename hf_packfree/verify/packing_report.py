@@ -70,12 +70,9 @@ class Measurement:
         logits: relative RMS of all outputs against a forward per document.
         gradients: relative RMS of the gradient of the worst parameter; None if not measured.
         worst_parameter: the name of that parameter.
-        influence: relative RMS by which documents 1, 3, 5 ... change when the tokens of documents
-            0, 2, 4 ... do; with media, their pixels and audio are changed too, and the larger
-            number of both directions counts.
-        cross_gradient: largest gradient of the last document's outputs with respect to another's
-            inputs; with media, also of any document's with respect to a neighbour's pixels and
-            audio.
+        influence: relative RMS by which documents 1, 3, 5 ... change when the tokens, pixels and
+            audio of documents 0, 2, 4 ... do, or the other way round, whichever is larger.
+        cross_gradient: largest gradient of any document's outputs with respect to another's inputs.
         per_document: `logits` for each document.
         prefix_gradient: in a tree, largest gradient of the outputs of the last sample's own segment
             with respect to the prefix that it shares; None elsewhere.
@@ -101,7 +98,9 @@ class PackingReport:
         dtype: of its parameters.
         lengths: tokens of each document in the row; of each sample in a tree.
         patched: the numbers of the model as it was given, or patched if it was built here.
-        unpatched: the control, the same weights without patches; None without a control.
+        unpatched: the control, the same weights without patches; None without a control. Its
+            influence and cross gradient are those of documents 0, 2, 4 ... on the others alone,
+            since it only has to leak.
         limits: the limits of rounding, which depend on the dtype and on the kernels that ran. In
             half precision, where packed documents exceed these, at least twice the effect of
             rounding the embeddings once on documents alone.

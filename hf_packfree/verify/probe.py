@@ -4,23 +4,20 @@ alone.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from hf_packfree.errors import BlindMeasurement
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.linear_weights import autocast_dtype
 from hf_packfree.models.media_keywords import FEATURES
-from hf_packfree.models.slow_decay import slow_decays
+from hf_packfree.verify.conditions import packages_called
 from hf_packfree.verify.packing_report import Measurement, relative_rms
 from hf_packfree.verify.random_documents import (
     MediaDocuments,
@@ -43,6 +40,7 @@ class Probe:
         parents: where the documents are segments of a tree, see `TreeDocuments`.
 
     Attributes:
+        halves: bool [N] each, see `_halves`; fewer of them show that something leaks, not where.
         autocast: the dtype that `torch.autocast` computes in, or None outside of it.
         packages: after a measurement, the top-level packages whose functions ran in it.
     """
@@ -84,6 +82,7 @@ class Probe:
             else MediaDocuments(lengths, source, *drawn, embedding.dtype)
         )
         self.lengths = self.documents.lengths
+        self.halves = _halves(len(self.lengths))
         self.weights: Tensor | None = None
         self.packages: frozenset[str] = frozenset()
 
@@ -173,9 +172,9 @@ class Probe:
         return ranks.whole(output.detach()), summed, *self._cross_gradient(ranks)
 
     def _cross_gradient(self, ranks: Ranks) -> tuple[float, float | None]:
-        """Return the largest gradient of the last document's outputs with respect to others'
-        embeddings, or of any document's with respect to a neighbour's pixels and audio; and in a
-        tree the largest one with respect to the prefix of the last sample, else None.
+        """Return the largest gradient of any document's outputs with respect to another's
+        embeddings, pixels and audio; and in a tree the largest one of the last sample's own outputs
+        with respect to its prefix, else None.
         """
         inputs = self.documents.packed()
         features = {
@@ -183,37 +182,41 @@ class Probe:
         }
         with _as_leaf(self.embed) as embeds:
             output = self._run_packed(inputs | features)
-        loss = (output * ranks.own(self._functional(output))).sum(-1)
-        number = ranks.own(self.documents.number, fill=-1)
-        last = number == len(self.lengths) - 1
-        (gradient,) = torch.autograd.grad(loss[last].sum(), embeds, retain_graph=True)
-        elsewhere = self.documents.elsewhere(last)
-        # XLNet embeds [T, 1], CPM-Ant a prompt of its own in front of the row
-        others = _largest(gradient.flatten(0, -2)[-len(elsewhere) :][elsewhere])
-        found = [others, *self._to_features(loss, number, embeds, features)]
+        loss, number = (output * ranks.own(self._functional(output))).sum(-1), self.documents.number
+        found: list[float] = []
+        for half in self.halves:
+            own = ranks.own(~half.to(self.device)[number])
+            found += self._reached(loss[own].sum(), own, half, embeds, features)
         largest = ranks.largest(found, self.device)
         if not isinstance(self.documents, TreeDocuments):
             return largest, None
-        branch, in_front = self.documents.branch(last)
+        branch, in_front = self.documents.branch(number == len(self.lengths) - 1)
         (gradient,) = torch.autograd.grad(loss[branch].sum(), embeds)
         return largest, _largest(gradient[0, in_front]) if bool(in_front.any()) else None
 
-    def _to_features(
-        self, loss: Tensor, number: Tensor, embeds: list[Tensor], features: dict[str, Tensor]
+    def _reached(
+        self,
+        loss: Tensor,
+        own: Tensor,
+        half: Tensor,
+        embeds: list[Tensor],
+        features: dict[str, Tensor],
     ) -> Iterator[float]:
-        """Yield the largest gradients of even documents' losses [T] with respect to odd documents'
-        media, and the other way round.
+        """Yield the largest gradients of the loss of documents whose tokens are `own`, bool [T],
+        with respect to the inputs of the others, which are `half`, bool [N].
 
-        `embeds` let a rank without media take part in the ranks' collectives.
+        Rounding hides small leaks in values, but makes no gradient of zero.
         """
-        for name, values in features.items():
-            owner = self.documents.of_document(name)
-            for parity in (0, 1):
-                own = loss[number % 2 == parity].sum()
-                *_, gradient = torch.autograd.grad(
-                    own, [*embeds, values], retain_graph=True, allow_unused=True
-                )
-                yield 0.0 if gradient is None else _largest(gradient[owner % 2 != parity])
+        # `embeds` let a rank without media take part in the ranks' collectives
+        gradient, *media = torch.autograd.grad(
+            loss, [*embeds, *features.values()], retain_graph=True, allow_unused=True
+        )
+        elsewhere = self.documents.elsewhere(own)
+        # XLNet embeds [T, 1], CPM-Ant a prompt of its own in front of the row
+        yield _largest(gradient.flatten(0, -2)[-len(elsewhere) :][elsewhere])
+        for name, found in zip(features, media, strict=True):
+            if found is not None:
+                yield _largest(found[half.to(self.device)[self.documents.of_document(name)]])
 
     @torch.no_grad()
     def _first_alone(self) -> None:
@@ -221,14 +224,13 @@ class Probe:
 
     @torch.no_grad()
     def _influence(self, before: Tensor) -> float:
-        """Return the influence of even documents on odd ones; with media, whose towers may look
-        ahead, also of odd ones on even ones, and the larger of both.
+        """Return the influence of even documents on odd ones or of odd ones on even ones, whichever
+        is larger.
         """
         worst = 0.0
-        for parity in (0, 1) if self.documents.media else (0,):
-            changed = torch.arange(len(self.lengths), device="cpu") % 2 == parity
+        for changed in self.halves[:2]:
             after = self._run_packed(self.documents.packed(changed))
-            kept = self.documents.number % 2 != parity
+            kept = ~changed.to(self.device)[self.documents.number]
             found = relative_rms(after[kept], before[kept])
             worst = found if found != found else max(worst, found)
         return worst
@@ -292,6 +294,15 @@ class Probe:
         return errors[name], name
 
 
+def _halves(documents: int) -> list[Tensor]:
+    """Return bool [N] each, on the host: even documents, odd ones and further halves, of which for
+    every two documents one has the first and lacks the second: two numbers differ in a binary
+    digit.
+    """
+    number, digits = torch.arange(documents, device="cpu"), (documents - 1).bit_length()
+    return [number >> digit & 1 == value for digit in range(digits) for value in (0, 1)]
+
+
 def _takes_positions(model: nn.Module) -> bool:
     """Whether the model of transformers in `model` takes `position_ids`; a patched model does even
     if its signature does not name them.
@@ -346,55 +357,3 @@ def _as_leaf(embed: nn.Module) -> Iterator[list[Tensor]]:
         yield leaves
     finally:
         handle.remove()
-
-
-@contextmanager
-def packages_called() -> Iterator[set[str]]:
-    """Collect, for the block, the top-level packages whose Python functions are called in this
-    thread.
-    """
-    found: set[str] = set()
-
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call":
-            found.add(str(frame.f_globals.get("__name__")).partition(".")[0])
-
-    before: Any = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield found
-    finally:
-        if before is None or callable(before):
-            sys.setprofile(before)
-        else:
-            # cProfile's before Python 3.12, which is set by itself alone
-            sys.setprofile(None)
-            before.enable()
-
-
-@contextmanager
-def prepared(model: nn.Module, slow_decay: bool) -> Iterator[None]:
-    """Set evaluation mode and slow decay for the block, and restore both afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    slow = slow_decays(model) if slow_decay else {}
-    decays = {parameter: parameter.detach().clone() for parameter in slow}
-    model.eval()
-    try:
-        with torch.no_grad():
-            for parameter, decay in slow.items():
-                parameter.copy_(_sharded_as(parameter, decay))
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, before in decays.items():
-                parameter.copy_(before)
-        for module, training in modes.items():
-            module.training = training
-
-
-def _sharded_as(parameter: Tensor, x: Tensor) -> Tensor:
-    """Return x as ranks hold the parameter, on every one of which this is called."""
-    if not isinstance(parameter, DTensor):
-        return x
-    x = x.to(parameter.device, parameter.dtype)
-    return distribute_tensor(x, parameter.device_mesh, parameter.placements)

@@ -83,8 +83,8 @@ class TextDocuments:
         return row
 
     def elsewhere(self, own: Tensor) -> Tensor:
-        """Return bool [T]: the row's tokens outside of the last document, given that document's
-        tokens `own`, bool [T].
+        """Return bool [T]: the row's tokens outside of the documents whose tokens are `own`, bool
+        [T].
         """
         return ~own
 
@@ -178,7 +178,7 @@ class TreeDocuments(TextDocuments):
         return row[self.index]
 
     def elsewhere(self, own: Tensor) -> Tensor:
-        """Return bool [T]: the row's tokens that are not in the last sample."""
+        """Return bool [T]: the row's tokens that are not in the samples whose tokens are `own`."""
         found = torch.ones_like(self.of_segment, dtype=torch.bool)
         found[self.index[own]] = False
         return found

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.report import patch_report
 from hf_packfree.patching.sharding import is_fsdp2, policy_dtype
 from hf_packfree.patching.unlisted import name_of, text_model, why_not_patched
+from hf_packfree.verify.conditions import no_advice, no_tf32_in_cudnn, prepared
 from hf_packfree.verify.model_source import build_model
 from hf_packfree.verify.packing_report import (
     LIMITS,
@@ -30,7 +30,7 @@ from hf_packfree.verify.packing_report import (
     PackingReport,
     limits_for,
 )
-from hf_packfree.verify.probe import Probe, prepared
+from hf_packfree.verify.probe import Probe
 
 LENGTHS = (5, 64, 1, 129, 3, 63, 65)
 """Lengths shorter than the convolution's window, around the 64-token chunk, and of one token."""
@@ -154,7 +154,7 @@ def verify_packing(
         masked=family is not None and family.attends_only,
         parents=_parents(tree, len(lengths)),
     )
-    with prepared(model, slow_decay), _no_advice(), _no_tf32_in_cudnn():
+    with prepared(model, slow_decay), no_advice(), no_tf32_in_cudnn():
         patched = probe.measure()
         limits = limits_for(probe.device, probe.autocast or probe.dtype, probe.packages)
         if _may_be_rounding(patched, limits, probe.autocast or probe.dtype):
@@ -178,24 +178,6 @@ def verify_packing(
     )
     _judge(report, model)
     return report
-
-
-@contextmanager
-def _no_tf32_in_cudnn() -> Iterator[None]:
-    """Let cuDNN compute fp32 in fp32: by torch's default its convolutions round to TF32, which in
-    the patches of images alone looks like a leak (1.6e-4 of the logits, 3.3e-7 without).
-    """
-    cudnn: Any = torch.backends.cudnn
-    operations = cudnn.conv, cudnn.rnn
-    before = [each.fp32_precision for each in operations]
-    # not by `fp32_precision`, after which torch refuses to read `allow_tf32`
-    cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32 = before == ["tf32", "tf32"]
-        for each, precision in zip(operations, before, strict=True):
-            each.fp32_precision = precision
 
 
 def _patched_if_possible(model: nn.Module) -> str | None:
@@ -324,22 +306,7 @@ def _may_be_rounding(found: Measurement, limits: Limits, dtype: torch.dtype) -> 
 def _control(model: nn.Module, probe: Probe) -> Measurement | None:
     if not patch_report(model).patched:
         return None
+    # it has to leak, not everywhere
+    probe.halves = probe.halves[:1]
     with patches_lifted(model), probe.documents.unmarked():
         return probe.measure()
-
-
-@contextmanager
-def _no_advice() -> Iterator[None]:
-    """Hide transformers' advice to install kernels for its own forward, which documents alone and
-    the control run: a patched model does not need them.
-    """
-    logger = logging.getLogger("transformers.integrations.hub_kernels")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "reference PyTorch implementation" not in record.getMessage()
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)

@@ -1,0 +1,84 @@
+"""verify_packing finds leaks that are planted at one edge alone, of any document, in any dtype, of
+values or of gradients only.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hf_packfree import apply_patches, verify_packing
+from hf_packfree.errors import LeakDetected
+from tests.support import tiny, trunk_of
+
+LENGTHS = (5, 9, 1, 7, 33)
+STARTS = (0, 5, 14, 15, 22)
+TREE = {"lengths": (9, 5, 8, 1, 6, 3), "tree": (None, 0, 0, 0, 1, 1)}
+"""Leaves are the segments 2, 3, 4 and 5."""
+BRANCHES = {"from a sibling": (14, 22), "back to a sibling": (22, 14), "cousins": (14, 23)}
+
+pytestmark = pytest.mark.compat(kernels=False)
+
+
+def planted(model, source, target, *, factor=1e-2, gradient_only=False):
+    """Let a layer add a little of one token's state to another's in the packed row."""
+    tokens = sum(LENGTHS), sum(TREE["lengths"])
+
+    def leak(module, args, output):
+        states = output[0] if isinstance(output, tuple) else output
+        if states.shape[1] not in tokens:
+            return output
+        more = states[:, source] * factor
+        more = more - more.detach() if gradient_only else more
+        at = torch.zeros(states.shape[1], 1, dtype=states.dtype)
+        at[target] = 1
+        states = states + at * more[:, None]
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    trunk_of(model).layers[1].register_forward_hook(leak)
+    return model
+
+
+@pytest.mark.parametrize("edge", range(1, len(LENGTHS)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"])
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_a_leak_at_one_edge_is_found_in_half_precision(family, dtype, edge):
+    """These passed: values are within rounding, and not every document's were asked."""
+    model = tiny(family) if dtype == "autocast" else tiny(family).to(dtype)
+    apply_patches(model)
+    under = torch.autocast("cpu", torch.bfloat16) if dtype == "autocast" else nullcontext()
+    with under:
+        report = verify_packing(model, lengths=LENGTHS, control=False)
+        assert report.patched.influence == report.patched.cross_gradient == 0
+        planted(model, STARTS[edge] - 1, STARTS[edge])
+        with pytest.raises(LeakDetected, match="a gradient reaches another document"):
+            verify_packing(model, lengths=LENGTHS, control=False)
+
+
+@pytest.mark.parametrize("edge", range(1, len(LENGTHS)))
+def test_tokens_reach_no_other_document_whatever_its_number(edge):
+    """Without gradients, too: even documents read odd ones, and odd ones even ones."""
+    model = planted(apply_patches(tiny()), STARTS[edge] - 1, STARTS[edge], factor=1.0)
+    with pytest.raises(LeakDetected, match="documents react to each other's tokens"):
+        verify_packing(model, lengths=LENGTHS, gradients=False, control=False)
+
+
+@pytest.mark.parametrize("edge", range(1, len(LENGTHS)))
+def test_a_gradient_alone_is_found_at_any_edge(edge):
+    model = apply_patches(tiny())
+    planted(model, STARTS[edge] - 1, STARTS[edge], factor=1e-6, gradient_only=True)
+    with pytest.raises(LeakDetected, match="a gradient reaches another document") as leak:
+        verify_packing(model, lengths=LENGTHS, control=False)
+    assert leak.value.report.patched.influence == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+@pytest.mark.parametrize("tokens", BRANCHES.values(), ids=BRANCHES)
+def test_a_gradient_alone_is_found_between_branches(family, tokens):
+    model = apply_patches(tiny(family))
+    assert verify_packing(model, **TREE, control=False).patched.cross_gradient == 0
+    planted(model, *tokens, factor=1e-6, gradient_only=True)
+    with pytest.raises(LeakDetected, match="a gradient reaches another document"):
+        verify_packing(model, **TREE, control=False)
