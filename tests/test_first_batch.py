@@ -105,6 +105,24 @@ def row(lengths=(5, 9, 4)):
     return {"input_ids": torch.cat(parts)[None], "position_ids": positions[None]}
 
 
+@pytest.mark.parametrize("edge", [1, 2, 3])
+def test_a_leak_at_one_edge_is_found(edge):
+    """Into documents of either half: that into documents 2, 4 ... passed."""
+    lengths = (5, 9, 7, 3)
+    model = apply_patches(tiny()).train()
+    assert first_batch_influence(model.model, (), row(lengths)) == 0.0
+    start = sum(lengths[:edge])
+
+    def leak(module, args, states):
+        more = torch.zeros_like(states)
+        more[:, start] = states[:, start - 1]
+        return states + more
+
+    model.model.layers[0].register_forward_hook(leak)
+    with pytest.raises(LeakDetected, match="documents of the first batch reacting"):
+        first_batch_influence(model.model, (), row(lengths))
+
+
 def noisy(draw):
     """Return a patched model whose embeddings `draw` adds noise to."""
     model = apply_patches(tiny())
@@ -241,8 +259,8 @@ def test_a_packed_batch_behind_others_is_checked_once(tmp_path, caplog):
         max_steps=6,
     )
     run.train()
-    # as it is twice, and with other tokens
-    assert len(seen) == 6 + 3 and influences(run) == [0.0]
+    # as it is twice, and with other tokens of either half
+    assert len(seen) == 6 + 4 and influences(run) == [0.0]
     assert "nothing was verified" not in caplog.text
 
 
@@ -259,10 +277,10 @@ def test_processes_of_a_group_run_the_same_forwards(monkeypatch, caplog, group):
     for _ in range(2):
         check(model.model, (), alone)
     # one for each batch, or all for the first
-    assert len(seen) == (3 if group else 2)
+    assert len(seen) == (4 if group else 2)
     assert ("on every process in its first" in caplog.text) is group
     assert first_batch_influence(model.model, (), alone | {"packed_sequence": UNPACKED}) is None
-    assert len(seen) == (6 if group else 2)
+    assert len(seen) == (8 if group else 2)
 
 
 class At(TrainerCallback):
@@ -374,8 +392,8 @@ def test_evaluation_in_between_and_resuming(tmp_path):
     }
     run = trainer(model, tmp_path, max_steps=1, **options)
     run.train()
-    # a step, the check's three, and two evaluations
-    assert len(seen) == 1 + 3 + 2 and influences(run) == [0.0]
+    # a step, the check's four, and two evaluations
+    assert len(seen) == 1 + 4 + 2 and influences(run) == [0.0]
     again = trainer(tiny(), tmp_path, max_steps=2, **options)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 2

@@ -94,8 +94,8 @@ class PackFreeCallback(TrainerCallback):
             these ranks.
         verify_first_batch: on the first packed batch, change the tokens, pixels and audio of every
             second document and raise `LeakDetected` if the outputs of the others change, with the
-            same dropout and noise; costs three forwards, four of a vision-language model. If none
-            of the first 16 batches is packed, a warning says that nothing was verified. In a
+            same dropout and noise; then the same with the others changed. Costs four forwards. If
+            none of the first 16 batches is packed, a warning says that nothing was verified. In a
             process group only the first batch counts, so that all processes run the same forwards.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The check of a Trainer's first batch: every second document is changed, and the others must
-not notice.
+"""The check of a Trainer's first batch: every second document is changed, then every other one, and
+the rest must not notice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ def first_batch_influence(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
     """Change the tokens of documents 0, 2, 4 ... and return the relative RMS by which 1, 3, 5 ...
-    change.
+    change, or the other way round, whichever is larger.
 
-    In a vision-language model the pixels and audio of those documents change too, and then
-    documents 1, 3, 5 ... are changed instead, because a tower may look ahead; the larger number
-    counts.
+    In a vision-language model the pixels and audio of those documents change too.
 
     All forwards draw the same random numbers, so that dropout and noise are the same in each; the
     unchanged batch runs twice, to check that.
@@ -44,9 +42,9 @@ def first_batch_influence(
     Under context parallelism every rank changes and compares its own tokens, of the same documents,
     and the largest number of all ranks counts.
 
-    Takes three forwards without gradients, four in a vision-language model. None where the head has
-    already found that the batch is not packed, except in a process group, where the forwards of a
-    sharded model are collective. The random state is restored afterwards.
+    Takes four forwards without gradients. None where the head has already found that the batch is
+    not packed, except in a process group, where the forwards of a sharded model are collective. The
+    random state is restored afterwards.
 
     Args:
         module: a patched text model, such as Qwen3_5TextModel, or the module with towers: a
@@ -77,7 +75,7 @@ def first_batch_influence(
             return None
         found: list[float] = []
         draws_others = False
-        for parity in (0, 1) if takes_media else (0,):
+        for parity in (0, 1):
             changed, kept = (
                 (inputs, None) if record is None else _changed(module, inputs, record, parity)
             )
