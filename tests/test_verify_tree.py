@@ -75,6 +75,15 @@ def test_parents_that_are_none():
         verify_packing(apply_patches(tiny()), lengths=(20, 5, 64), tree=[None, 0])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "tree"), [((5, 64), True), ((5, 6, 7), (None, 0, 1)), ((64, 3), (None, 0))]
+)
+def test_a_single_sample_is_refused(lengths, tree):
+    """It was called a leak, of nan."""
+    with pytest.raises(ValueError, match="found a tree of . segments with one sample; wanted two"):
+        verify_packing("llama", lengths=lengths, tree=tree)
+
+
 def test_on_the_command_line(capsys):
     assert main(("verify", "qwen3_5", "--tree", "--lengths", "20,5,64", "--no-gradients")) == 0
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)

@@ -140,6 +140,11 @@ class TreeDocuments(TextDocuments):
             lengths, parents, device=device
         )
         tree = Tree.of(lengths, parents)
+        if len(tree.leaves) < 2:
+            raise ValueError(
+                f"found a tree of {len(lengths)} segments with one sample; wanted two samples or "
+                "more, since one cannot leak; pass lengths=[20, 5, 64] for two that share a prefix"
+            )
         paths = [
             torch.cat([(self.number == one).nonzero()[:, 0] for one in tree.path(leaf)])
             for leaf in tree.leaves
