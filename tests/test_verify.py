@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -293,6 +294,15 @@ def test_lengths_that_are_none_are_refused(lengths):
         ValueError, match=r"found lengths=\[.*\]; wanted (two documents|whole numbers)"
     ):
         verify_packing("qwen3_5", lengths=lengths)
+
+
+def test_lengths_may_be_an_array():
+    """One without a dimension raised numpy's error, or torch's."""
+    lengths = np.array([5, 17])
+    assert verify_packing("llama", lengths=lengths, gradients=False).lengths == (5, 17)
+    for number in (np.array(5), torch.tensor(5)):
+        with pytest.raises(ValueError, match=r"found lengths=\[5\]; wanted two documents"):
+            verify_packing("llama", lengths=number)
 
 
 class Int8(nn.Linear):

@@ -84,6 +84,12 @@ def test_a_single_sample_is_refused(lengths, tree):
         verify_packing("llama", lengths=lengths, tree=tree)
 
 
+@pytest.mark.parametrize("tree", [5, None, 1.5])
+def test_trees_that_are_none_are_refused(tree):
+    with pytest.raises(ValueError, match="found tree=.*; wanted True, False or the number"):
+        verify_packing("llama", lengths=(20, 5, 64), tree=tree)
+
+
 def test_on_the_command_line(capsys):
     assert main(("verify", "qwen3_5", "--tree", "--lengths", "20,5,64", "--no-gradients")) == 0
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)

@@ -103,8 +103,9 @@ def verify_packing(
             it, its parameters are on meta or were made in inference mode, or FSDP2 shards it and a
             control is wanted.
         BoundaryError: `tree` is no tree of segments of these lengths.
-        ValueError: `lengths` names fewer than two documents, none longer than one token, or more
-            tokens than can be measured; `seed` is no whole number in its range.
+        ValueError: `lengths` or `tree` names fewer than two documents or samples; `lengths` none
+            longer than one token, or more tokens than can be measured; `tree` is no list; `seed` is
+            no whole number in its range.
         PatchConflict, ContractError, BackendUnavailable: a model that is built here cannot be
             patched.
 
@@ -195,6 +196,7 @@ def _whole_lengths(given: Any) -> tuple[int, ...]:
     """Return the documents' lengths; refuse values that are no lengths, and rows that cannot
     leak.
     """
+    given = _plain(given)
     lengths = list(given) if isinstance(given, Iterable) else [given]
     if len(lengths) < 2:
         raise ValueError(
@@ -217,9 +219,20 @@ def _whole_lengths(given: Any) -> tuple[int, ...]:
 
 def _parents(tree: bool | Sequence[int | None], segments: int) -> list[int | None] | None:
     """Return each segment's parent, or None where the lengths are of documents."""
+    tree = _plain(tree)
     if isinstance(tree, bool):
         return [None, *[0] * (segments - 1)] if tree else None
+    if not isinstance(tree, Iterable):
+        raise ValueError(
+            f"found tree={tree!r}; wanted True, False or the number of each segment's parent; pass "
+            "True where all segments go on from the first"
+        )
     return list(tree)
+
+
+def _plain(given: Any) -> Any:
+    """Return the lists and numbers of an array or a tensor; anything else as it is."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def _check_seed(seed: Any) -> None:
