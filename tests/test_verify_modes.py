@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from packaging.version import Version
+from transformers import Qwen3NextConfig
 
 from hf_packfree import apply_patches, remove_patches, verify_packing
 from hf_packfree.cli import main
@@ -78,6 +79,25 @@ def test_experts_that_rounding_changes_are_no_leak(limit, monkeypatch):
         assert report.patched.influence == report.patched.cross_gradient == 0
         # measured: .04 and .5 off, twice .08 and .7 allowed
         assert report.limits.influence == 5e-2 and 1e-3 < report.limits.logits < 0.3
+
+
+@pytest.mark.slow
+def test_a_control_of_many_layers_leaks_by_its_influence():
+    """Rounding is .04 of the logits there, and their leak .4; influence is 0 and .4."""
+    config = build_model("qwen3_next").config.to_dict() | {"num_hidden_layers": 32}
+    config["layer_types"] = config["layer_types"] * 8
+    torch.manual_seed(0)
+    model = build_model(Qwen3NextConfig(**config), dtype=torch.bfloat16)
+    report = verify_packing(apply_patches(model))
+    assert report.unpatched.logits < 10 * report.patched.logits
+    assert report.patched.influence == 0 and report.unpatched.influence > 0.1
+
+
+@pytest.mark.parametrize(("slow", "advice"), [(True, "longer documents"), (False, "slow_decay")])
+def test_a_blind_control_names_what_was_not_passed(model, slow, advice, monkeypatch):
+    monkeypatch.setattr(verify, "_control", lambda model, probe: probe.measure())
+    with pytest.raises(BlindMeasurement, match=f"found a control .*; pass {advice}"):
+        verify_packing(model, lengths=SHORT, gradients=False, slow_decay=slow)
 
 
 def test_rounding_excuses_no_wrong_attention(monkeypatch):

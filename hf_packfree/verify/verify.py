@@ -177,7 +177,7 @@ def verify_packing(
         not_patched=refused,
         jitter=_jitter(trunk.config),
     )
-    _judge(report, model)
+    _judge(report, model, slow_decay)
     return report
 
 
@@ -285,7 +285,7 @@ def _jitter(config: Any) -> tuple[str, ...]:
     )
 
 
-def _judge(report: PackingReport, model: nn.Module) -> None:
+def _judge(report: PackingReport, model: nn.Module, slow_decay: bool) -> None:
     failures = report.failures()
     if failures:
         advice = "report it" if patch_report(model).patched else "call apply_patches(model) first"
@@ -296,15 +296,24 @@ def _judge(report: PackingReport, model: nn.Module) -> None:
             f"wanted each document as if it were alone; {advice}",
             report,
         )
-    control = report.unpatched
-    if control is not None and not control.logits > max(
-        report.limits.logits, 10 * report.patched.logits
-    ):
+    if report.unpatched is not None and not _seen(report.unpatched, report):
+        advice = "longer documents" if slow_decay else "slow_decay=True"
         raise BlindMeasurement(
             "found a control (the unpatched model) that differs from documents alone by only "
-            f"{control.logits:.1e}; wanted a leak far above the limit, so that this measurement "
-            "can be believed; pass slow_decay=True or longer documents"
+            f"{report.unpatched.logits:.1e}; wanted a leak far above the limit, so that this "
+            f"measurement can be believed; pass {advice}"
         )
+
+
+def _seen(control: Measurement, report: PackingReport) -> bool:
+    """Whether the control's leak is far above the limit and the patched model's number, in logits
+    or in influence: in deep models in half precision rounding fills logits, and influence is 0.
+    """
+    pairs = (
+        (control.logits, report.patched.logits, report.limits.logits),
+        (control.influence, report.patched.influence, report.limits.influence),
+    )
+    return any(leak > max(limit, 10 * found) for leak, found, limit in pairs)
 
 
 def _may_be_rounding(found: Measurement, limits: Limits, dtype: torch.dtype) -> bool:
