@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,8 +99,9 @@ def verify_packing(
     Raises:
         LeakDetected: a number is above its limit, or is NaN in the packed row alone; `.report` has
             all numbers.
-        BlindMeasurement: the control does not leak, so the measurement could not see a leak; or
-            documents alone already give NaN or Inf.
+        BlindMeasurement: the control does not leak, so the measurement could not see a leak;
+            documents alone already give NaN or Inf; or, without `slow_decay`, a decay's gradient
+            differs from theirs and nothing else does: upstream's rounds there.
         UnsupportedModel: `model` contains no text model of transformers, no model can be built from
             it, its parameters are on meta or were made in inference mode, or FSDP2 shards it and a
             control is wanted.
@@ -286,7 +289,14 @@ def _jitter(config: Any) -> tuple[str, ...]:
 
 
 def _judge(report: PackingReport, model: nn.Module, slow_decay: bool) -> None:
-    failures = report.failures()
+    failures, found = report.failures(), report.patched
+    if failures and not slow_decay and _fails_by_decay_alone(report):
+        raise BlindMeasurement(
+            f"found the gradient of {found.worst_parameter} {found.gradients:.1e} off that of "
+            "documents alone, and no document that reaches another; wanted "
+            f"{report.limits.gradients:.0e} at most, which transformers' own gradient of a fast "
+            "decay misses in fp32; pass slow_decay=True"
+        )
     if failures:
         advice = "report it" if patch_report(model).patched else "call apply_patches(model) first"
         if report.not_patched is not None:
@@ -303,6 +313,13 @@ def _judge(report: PackingReport, model: nn.Module, slow_decay: bool) -> None:
             f"{report.unpatched.logits:.1e}; wanted a leak far above the limit, so that this "
             f"measurement can be believed; pass {advice}"
         )
+
+
+def _fails_by_decay_alone(report: PackingReport) -> bool:
+    """Whether a decay's gradient is above its limit, and nothing else is."""
+    gradients, name = report.patched.gradients or 0.0, report.patched.worst_parameter or ""
+    others = replace(report, patched=replace(report.patched, gradients=None)).failures()
+    return name.endswith(("A_log", "dt_bias")) and math.isfinite(gradients) and not others
 
 
 def _seen(control: Measurement, report: PackingReport) -> bool:
