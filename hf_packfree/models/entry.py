@@ -14,6 +14,7 @@ from hf_packfree.models import compat
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.call import UNPACKED, UNREAD, Call
 from hf_packfree.models.captured_layers import ahead
+from hf_packfree.models.media_keywords import AUDIO_SIZES, SIZES
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.row_adapters import (
     refuse_prompts_from_above,
@@ -97,12 +98,23 @@ def replays(module: Any) -> bool:
 
 def _is_misread(call: Call, inputs: PackingInputs) -> bool:
     """Whether upstream misreads a row of one document with media: it may compute no positions if
-    boundaries come without position ids, and before transformers 5.4 it misreads images without a
+    boundaries come without position ids, it numbers videos as silent ones if nothing says that
+    their sound is between their tokens, and before transformers 5.4 it misreads images without a
     mask.
     """
-    unnumbered = inputs.named and inputs.position_ids is None
+    unnumbered = inputs.position_ids is None and (inputs.named or _may_be_sounding(call))
     unmasked = compat.MISREADS_IMAGES_WITHOUT_MASK and inputs.attention_mask is None
     return call.has_media and (unnumbered or unmasked)
+
+
+def _may_be_sounding(call: Call) -> bool:
+    """Whether videos may have their sound between their tokens, which only the ids show: there are
+    videos and audio, without the flag. `generate()` is upstream's, whose flag is then False.
+    """
+    sizes = (SIZES["video"], *AUDIO_SIZES)
+    video, *audio = (call.get(name) is not None for name in sizes)
+    unflagged = call.get("use_audio_in_video") is None and not call.generates
+    return video and any(audio) and unflagged
 
 
 def _runs_here(call: Call) -> bool:

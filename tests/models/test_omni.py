@@ -4,15 +4,34 @@ gradients and influence.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from hf_packfree import apply_patches, patch_report, remove_patches, verify_packing
-from tests.models.omni import FORMS, alone, arguments, batch, case_of, errors, leaves_of, step
+from tests.models.omni import (
+    FORMS,
+    Document,
+    alone,
+    arguments,
+    batch,
+    case_of,
+    errors,
+    leaves_of,
+    step,
+)
 from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, recorded
 from tests.vision import tiny_vision
 
 pytestmark = pytest.mark.compat
+
+
+NEEDS_TWO = ("rows", "additive mask")
+
+
+def sounding():
+    return Document().text(6).video_with_sound(4, 4, 4, 130).text(4)
 
 
 @pytest.fixture(scope="module", params=["qwen3_omni_moe"])
@@ -35,6 +54,44 @@ def test_with_one_audio_each_alone_is_upstreams(case, form):
     given = given[:-1]
     logits, grads = errors(step(model, given, form), alone(plain, given))
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in NEEDS_TWO])
+def test_a_sounding_document_without_neighbours_needs_no_flag_either(case, form):
+    plain, model, _, _ = case
+    given = [sounding()]
+    wanted = alone(plain, given)
+    logits, grads = errors(step(model, given, form), wanted)
+    assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
+    unread = errors(step(plain, given, "padded"), wanted)
+    assert unread[0] >= CONTROL * LOGIT_TOL and unread[1] >= CONTROL * GRADIENT_TOL
+
+
+def test_a_sounding_document_in_a_stock_call_has_upstreams_flag(case):
+    plain, model = (copy.deepcopy(one).eval() for one in case[:2])
+    given = [sounding()]
+    with torch.no_grad():
+        inputs = batch(given, "padded", model)[0] | arguments(given, leaves_of(given))
+        for cached in ({}, {"use_cache": True}):
+            assert torch.equal(model(**inputs, **cached).logits, plain(**inputs, **cached).logits)
+    for flag in ({}, {"use_audio_in_video": True}):
+        for cached in (True, False):
+            calls = [
+                (one, inputs | flag | {"use_cache": cached, "max_new_tokens": 4})
+                for one in (model, plain)
+            ]
+            found, wanted = (
+                one.generate(**call, output_logits=True, return_dict_in_generate=True).logits
+                for one, call in calls
+            )
+            assert all(map(torch.equal, found, wanted)), (flag, cached)
+
+
+def test_videos_with_and_without_sound_are_refused_without_neighbours_too(case):
+    given = [sounding().video(2, 4, 4)]
+    inputs = batch(given, "padded", case[1])[0] | arguments(given, leaves_of(given))
+    with pytest.raises(ValueError, match="1 videos with their sound and 1 without in one document"):
+        case[1](**inputs, use_cache=False)
 
 
 def test_the_control_leaks(case):
