@@ -30,6 +30,7 @@ from hf_packfree.packing import (
 )
 from hf_packfree.packing.compiling import is_transformed
 from hf_packfree.packing.fast_path import Meanwhile
+from hf_packfree.packing.masks import is_one_document
 from hf_packfree.packing.mrope_rows import is_text
 from hf_packfree.packing.tree_keywords import RECORD
 
@@ -65,7 +66,7 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
         # before reading boundaries, which waits for the GPU
         if trains:
             state.graphs.look()
-        ours = _runs_here(call)
+        ours = _runs_here(call, packs=_names_documents(inputs))
         try:
             found = read_call(
                 call,
@@ -98,13 +99,22 @@ def replays(module: Any) -> bool:
 
 def _is_misread(call: Call, inputs: PackingInputs) -> bool:
     """Whether upstream misreads a row of one document with media: it may compute no positions if
-    boundaries come without position ids, it numbers videos as silent ones if nothing says that
-    their sound is between their tokens, and before transformers 5.4 it misreads images without a
-    mask.
+    boundaries come without position ids, or a 4-D mask; it numbers videos as silent ones if
+    nothing says that their sound is between their tokens; and before transformers 5.4 it misreads
+    images without a mask.
     """
-    unnumbered = inputs.position_ids is None and (inputs.named or _may_be_sounding(call))
+    unclear = _names_documents(inputs) or _may_be_sounding(call)
+    unnumbered = inputs.position_ids is None and unclear
     unmasked = compat.MISREADS_IMAGES_WITHOUT_MASK and inputs.attention_mask is None
     return call.has_media and (unnumbered or unmasked)
+
+
+def _names_documents(inputs: PackingInputs) -> bool:
+    """Whether arguments besides positions describe documents, as in no stock call with media: a
+    packing keyword, a 4-D mask or a dict of masks.
+    """
+    mask = inputs.attention_mask
+    return inputs.named or isinstance(mask, Mapping) or getattr(mask, "ndim", 2) > 2
 
 
 def _may_be_sounding(call: Call) -> bool:
@@ -117,7 +127,7 @@ def _may_be_sounding(call: Call) -> bool:
     return video and any(audio) and unflagged
 
 
-def _runs_here(call: Call) -> bool:
+def _runs_here(call: Call, *, packs: bool) -> bool:
     """Whether rows of one document may run in the patched layers, because the call needs nothing
     that only upstream's layers have.
 
@@ -125,15 +135,18 @@ def _runs_here(call: Call) -> bool:
     longest position of the batch, media with text positions, and media without ids or positions.
     Upstream builds a cache by default outside training. No loss needs a cache, and where rows of
     one document run in the patched layers only `use_cache=True` builds one.
+
+    Args:
+        packs: see `_names_documents`; such a call with media gets no cache by default, as it gets
+            none for several documents.
     """
     positions, config = call.position_ids, call.config
     if call.has_media and (call.input_ids is None if positions is None else is_text(positions)):
         return False
     use_cache, wants_weights = call.get("use_cache"), call.get("output_attentions")
     if use_cache is None:
-        needless = (
-            call.module.training or call.labels is not None or state_of(call.module).runs_unpacked
-        )
+        trains = call.module.training or call.labels is not None
+        needless = trains or state_of(call.module).runs_unpacked or (packs and call.has_media)
         use_cache = not needless and getattr(config, "use_cache", False)
     if call.cache is not None or use_cache:
         return False
@@ -194,7 +207,7 @@ def read_call(
         generates=cached or call.generates,
         meanwhile=meanwhile,
     )
-    if packed is None and unpacked and _has_no_padding(inputs.attention_mask) and rows * tokens > 0:
+    if packed is None and unpacked and is_one_document(inputs.attention_mask) and rows * tokens > 0:
         packed = PackedSequence.from_lengths(
             [tokens] * rows, device=batch.device, batch_shape=batch.shape, plain=True
         )
@@ -226,11 +239,6 @@ def _check_with_documents(documents: int, cache: Any, seen: int, mask: Any) -> N
             "with packed rows; wanted "
             "None, a tensor or a dict of tensors; drop it, the document boundaries are enough"
         )
-
-
-def _has_no_padding(mask: Any) -> bool:
-    """Whether a mask marks no padding: None, or a 2-D mask without a zero."""
-    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask != 0).all()))
 
 
 def _may_begin_with_padding(mask: Any) -> bool:

@@ -153,10 +153,13 @@ class MTPTraining:
         _enter(call.outer)
         if output is None or call.given is None:
             return None
-        if call.packed is None or all(
-            call.given.get(name) is None for name in ("labels", "shift_labels")
-        ):
-            self._warn_of_nothing(f"of {type(model).__name__} without labels", "it with labels")
+        name = type(model).__name__
+        if all(call.given.get(name) is None for name in ("labels", "shift_labels")):
+            self._warn_of_nothing(f"of {name} without labels", "it with labels")
+            return None
+        if call.packed is None:
+            reason = "a cache, or a mask that is more than causal"
+            self._warn_of_nothing(f"of {name} with {reason}", "it without")
             return None
         # autocast as in the text model: accelerate's ends with the model's forward, before this
         # hook
@@ -231,8 +234,10 @@ class MTPTraining:
 
 def _record_of(call: Call) -> PackedSequence | None:
     """Return the record of a batch that upstream's layers ran, with its real tokens as one row;
-    None for a call with a cache.
+    None for a call with a cache, and for a mask that is more than causal.
     """
+    if call.cache is not None:
+        return None
     inputs = PackingInputs(attention_mask=call.attention_mask)
     return read_call(call, inputs, drop_padding=True, unpacked=True)
 

@@ -67,6 +67,23 @@ def parse_masks(mask: Any, shape: tuple[int, int], *, cached: bool = False) -> l
     return specs
 
 
+def is_one_document(mask: Any) -> bool:
+    """Whether a mask, read before, says nothing but that every row is one document without padding:
+    None, a 2-D mask without a zero, a 4-D one in which every token sees all tokens up to itself
+    alike, or a dict of these.
+    """
+    if isinstance(mask, Mapping):
+        # without a mask, eager attention is not causal
+        given = [one for name, one in mask.items() if one is not None or name not in _LINEAR]
+        return all(one is not None and is_one_document(one) for one in given)
+    if not isinstance(mask, Tensor):
+        return mask is None
+    if mask.ndim == 2:
+        return bool((mask != 0).all())
+    allowed, biased = _read_pairs("attention_mask", mask)
+    return not biased and torch.equal(allowed, torch.ones_like(allowed).tril())
+
+
 def _parse(
     name: str, mask: Tensor, shape: tuple[int, int], covers: frozenset[str], cached: bool
 ) -> BoundarySpec:

@@ -21,13 +21,13 @@ from tests.models.omni import (
     leaves_of,
     step,
 )
-from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, recorded
+from tests.support import CONTROL, GRADIENT_TOL, LOGIT_TOL, recorded, relative_rms
 from tests.vision import tiny_vision
 
 pytestmark = pytest.mark.compat
 
 
-NEEDS_TWO = ("rows", "additive mask")
+NEEDS_TWO = ("rows",)
 
 
 def sounding():
@@ -65,6 +65,19 @@ def test_a_sounding_document_without_neighbours_needs_no_flag_either(case, form)
     assert logits <= LOGIT_TOL and grads <= GRADIENT_TOL, (logits, grads)
     unread = errors(step(plain, given, "padded"), wanted)
     assert unread[0] >= CONTROL * LOGIT_TOL and unread[1] >= CONTROL * GRADIENT_TOL
+
+
+@pytest.mark.parametrize("form", ["offsets", "seq_idx", "additive mask"])
+def test_packing_keywords_mean_the_same_in_evaluation_by_default(case, form):
+    """Where upstream would build a cache for one document, and builds none for several."""
+    plain, model = (copy.deepcopy(one).eval() for one in case[:2])
+    given = [sounding()]
+    media = arguments(given, leaves_of(given))
+    with torch.no_grad():
+        of_stock = batch(given, "padded", plain)[0] | {"use_audio_in_video": True}
+        wanted = plain(**of_stock, **media).logits[0]
+        found = model(**batch(given, form, model)[0], **media).logits[0]
+    assert relative_rms(found, wanted) <= LOGIT_TOL
 
 
 def test_a_sounding_document_in_a_stock_call_has_upstreams_flag(case):

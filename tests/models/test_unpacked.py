@@ -51,6 +51,20 @@ UNPACKED = {
         "input_ids": IDS,
         "attention_mask": additive(torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()),
     },
+    "a window, square": {
+        "input_ids": IDS,
+        "attention_mask": additive(torch.ones(2, 1, 70, 70, dtype=torch.bool).tril().triu(-30)),
+    },
+    "biased square": {
+        "input_ids": IDS,
+        "attention_mask": additive(torch.ones(2, 1, 70, 70, dtype=torch.bool).tril())
+        - torch.arange(70).flip(0) / 70,
+    },
+    "one biased head": {
+        "input_ids": IDS,
+        "attention_mask": additive(torch.ones(2, 4, 70, 70, dtype=torch.bool).tril())
+        - torch.arange(70).flip(0) / 70 * torch.tensor([0, 0, 0, 1])[:, None, None],
+    },
     "cache wanted": {"input_ids": IDS, "use_cache": True},
 }
 
@@ -176,7 +190,7 @@ OURS = {"native": {"unpacked": "native"}, "batch-invariant": {"batch_invariant":
 
 @pytest.mark.parametrize("option", OURS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", ["ids", "positions above zero", "ones"])
+@pytest.mark.parametrize("case", ["ids", "positions above zero", "ones", "causal square"])
 def test_unpacked_rows_in_the_patched_layers_are_close_and_removable(family, case, option):
     model = tiny(family)
     logits, grads = outcome(model, UNPACKED[case])
@@ -188,7 +202,7 @@ def test_unpacked_rows_in_the_patched_layers_are_close_and_removable(family, cas
 
 
 @pytest.mark.parametrize("option", OURS)
-@pytest.mark.parametrize("case", ["ids", "one row", "ones", *ONE_DOCUMENT])
+@pytest.mark.parametrize("case", ["ids", "one row", "ones", "causal square", *ONE_DOCUMENT])
 @pytest.mark.parametrize("training", [False, True])
 def test_the_whole_model_runs_unpacked_rows_as_it_runs_packed_ones(case, training, option):
     """Without anybody passing a record or asking for no cache: the same operations, so equal bit
@@ -207,7 +221,15 @@ def test_the_whole_model_runs_unpacked_rows_as_it_runs_packed_ones(case, trainin
 
 @pytest.mark.parametrize("option", OURS)
 @pytest.mark.parametrize(
-    "case", ["cache wanted", "causal square", "hole in the mask", "attention weights"]
+    "case",
+    [
+        "cache wanted",
+        "a window, square",
+        "biased square",
+        "one biased head",
+        "hole in the mask",
+        "attention weights",
+    ],
 )
 def test_what_only_upstream_gives_is_upstreams_whatever_the_option(case, option):
     inputs = UNPACKED[case] if case in UNPACKED else {"input_ids": IDS, "output_attentions": True}

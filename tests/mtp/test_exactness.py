@@ -10,11 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from hf_packfree import apply_patches
+from hf_packfree.models.compat import CACHE
 from hf_packfree.models.state import Kernels, PatchState
-from hf_packfree.mtp import depth_losses, head, training
+from hf_packfree.mtp import MTPOptions, depth_losses, head, training
 from hf_packfree.packing import PackedSequence
+from tests.input_formats import additive
 from tests.mtp.heads import (
     FAMILIES,
     LENGTHS,
@@ -22,6 +25,7 @@ from tests.mtp.heads import (
     build,
     labelled,
     loop_over_documents,
+    of_head,
     packed,
     targets_of,
     worst_gradient,
@@ -162,6 +166,51 @@ def test_every_form_of_a_batch(form):
         )
         <= 1e-4
     )
+
+
+CAUSAL = additive(torch.ones(1, 1, 37, 37, dtype=torch.bool).tril())
+SQUARES = {
+    "float": lambda mask: mask,
+    "bool": lambda mask: mask == 0,
+    "dict": lambda mask: {"full_attention": mask, "linear_attention": None},
+}
+
+
+@pytest.mark.parametrize("unpacked", ["upstream", "native"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("form", SQUARES)
+def test_a_4d_mask_of_one_document_per_row(form, rows, unpacked):
+    model, pairs = build(depth=2, patched=False), labelled((37,)) * rows
+    apply_patches(
+        model, unpacked=unpacked, mtp=MTPOptions(from_scratch=True, weight=WEIGHT, depth=2)
+    )
+    ids, labels = (torch.stack(parts) for parts in zip(*pairs))
+    mask = SQUARES[form](CAUSAL.expand(rows, 1, 37, 37))
+    output, found = step(model, {"input_ids": ids, "labels": labels, "attention_mask": mask})
+    main, ahead, wanted = in_loop(model, pairs, 2, True)
+    assert abs(float(output.loss.detach() - main - ahead)) <= 1e-5 and float(ahead) > 1
+    assert worst_gradient(of_head(found), of_head(wanted)) <= 1e-4
+
+
+MORE = {
+    "a window": {"attention_mask": additive((CAUSAL == 0).triu(-9))},
+    "a bias": {"attention_mask": CAUSAL - torch.arange(37).flip(0) / 37},
+    "a cache": {},
+}
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_what_the_head_cannot_follow_is_said_and_the_main_loss_is_upstreams(kind, caplog):
+    ((ids, labels),) = labelled((37,))
+    inputs = {"input_ids": ids[None], "labels": labels[None], **MORE[kind]}
+    model, losses = build(patched=False), []
+    for patch in (lambda: None, lambda: apply_patches(model, mtp=MTPOptions(from_scratch=True))):
+        patch()
+        cache = {CACHE: DynamicCache(config=model.config)} if kind == "a cache" else {}
+        losses.append(model(**inputs, **cache).loss.item())
+    assert losses[0] == losses[1] and model.mtp.training_calls.take() == {}
+    (record,) = caplog.records
+    assert "with a cache, or a mask that is more than causal" in record.message
 
 
 def test_the_label_of_every_target_is_in_the_same_document():
