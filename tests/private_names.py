@@ -37,6 +37,7 @@ class Private:
     home: str | None = None
 
 
+_OWN_HOOKS = "hooks that a copied model has to lose again, whose handles cannot be copied"
 _HOOKS = "a module with hooks is called as it is"
 PRIVATE = {
     "_is_fsdp_managed_module": Private(
@@ -102,6 +103,8 @@ PRIVATE = {
     ),
     "_forward_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
     "_forward_pre_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
+    "_forward_pre_hooks_with_kwargs": Private("torch 2.13", _OWN_HOOKS, "torch.nn.Module"),
+    "_forward_hooks_always_called": Private("torch 2.13", _OWN_HOOKS, "torch.nn.Module"),
     "_backward_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
     "_backward_pre_hooks": Private("torch 2.13", _HOOKS, "torch.nn.Module"),
     "_has_any_global_hook": Private("torch 2.13", _HOOKS, "torch.nn.modules.module"),

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_packfree.models.state import find_state
 from hf_packfree.mtp.checkpoint import HeadTensors, save_as_read
 from hf_packfree.mtp.head import MTPHead
 from hf_packfree.mtp.head_options import MTPOptions
@@ -16,7 +15,7 @@ from hf_packfree.packing.marks import MTP_LAYERS, SAVE_PRETRAINED
 
 
 class AttachedHead(MTPHead):
-    """The head with its options and, where it is trained, the hooks that add its loss.
+    """The head with its options; where it is trained, its parent has hooks that add its loss.
 
     Args:
         trunk, layers: see `MTPHead`.
@@ -32,8 +31,6 @@ class AttachedHead(MTPHead):
         self.options = options
         self.train(trunk.training)
         self.per_expert: bool | None = None
-        self.training_calls = MTPTraining(options) if options.train else None
-        self._hooks: list[Any] = []
         self._named_before = True
 
     def train(self, mode: bool = True) -> AttachedHead:
@@ -60,13 +57,8 @@ class AttachedHead(MTPHead):
             MTP_LAYERS.put(config, len(self.layers))
         if self.per_expert is not None:
             SAVE_PRETRAINED.put(parent, partial(save_as_read, parent))
-        if self.training_calls is not None:
-            self._hooks = [
-                parent.register_forward_pre_hook(self.training_calls.before, with_kwargs=True),
-                parent.register_forward_hook(self.training_calls.after, always_call=True),
-            ]
-            if (state := find_state(parent)) is not None:
-                state.followers.append(self.training_calls.follow)
+        if self.options.train:
+            MTPTraining(self.options).join(parent)
 
     def leave(self, parent: Any) -> None:
         """Stop following the parent's calls, and restore its configuration and
@@ -75,11 +67,18 @@ class AttachedHead(MTPHead):
         if not self._named_before:
             MTP_LAYERS.take(parent.config.get_text_config())
         SAVE_PRETRAINED.take(parent)
-        while self._hooks:
-            self._hooks.pop().remove()
-        state, calls = find_state(parent), self.training_calls
-        if state is not None and calls is not None and calls.follow in state.followers:
-            state.followers.remove(calls.follow)
+        if (calls := training_of(parent)) is not None:
+            calls.leave(parent)
+
+
+def training_of(parent: nn.Module) -> MTPTraining | None:
+    """Return what follows the calls of a trained head's parent; None for any other module.
+
+    The parent's hooks hold it, not the head: PEFT copies the head alone, and any of its copies may
+    be the one that is left.
+    """
+    owners = (getattr(hook, "__self__", None) for hook in parent._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, MTPTraining)), None)
 
 
 def training_facts(model: nn.Module | None) -> dict[str, float]:
@@ -88,15 +87,10 @@ def training_facts(model: nn.Module | None) -> dict[str, float]:
 
     A collective: all processes call this, as the Trainer does to log.
     """
-    heads = (
-        ()
-        if model is None
-        else (module for module in model.modules() if isinstance(module, AttachedHead))
-    )
-    calls = ((head.training_calls, head.fc.weight.device) for head in heads)
+    parents: Any = () if model is None else model.modules()
     return {
         name: value
-        for one, device in calls
-        if one is not None
-        for name, value in one.take(device).items()
+        for parent in parents
+        if (calls := training_of(parent)) is not None
+        for name, value in calls.take(next(parent.mtp.parameters()).device).items()
     }

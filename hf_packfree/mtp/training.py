@@ -27,7 +27,7 @@ from hf_packfree.models.labels import IGNORED, row_targets, shifted_labels
 from hf_packfree.models.linear_weights import autocast_dtype
 from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.models.row import row_positions
-from hf_packfree.models.state import PatchState, state_of
+from hf_packfree.models.state import PatchState, find_state, state_of
 from hf_packfree.mtp.depth_losses import depth_losses
 from hf_packfree.mtp.head_options import MTPOptions
 from hf_packfree.mtp.routers import balance, router_logits, wants_balance
@@ -80,6 +80,29 @@ class MTPTraining:
         self.options = options
         self.totals: Tensor | None = None
         self._warned = False
+
+    def join(self, parent: nn.Module) -> None:
+        """Follow the calls of a model, whose child `mtp` is the head."""
+        parent.register_forward_pre_hook(self.before, with_kwargs=True)
+        parent.register_forward_hook(self.after, always_call=True)
+        if (state := find_state(parent)) is not None:
+            state.followers.append(self.follow)
+
+    def leave(self, parent: nn.Module) -> None:
+        """Stop following the model's calls.
+
+        The hooks are found by their owner: handles of hooks can only be copied with the model, and
+        the head's layers, which PEFT copies alone, have the text model's settings and so this.
+        """
+        for hooks, ours, noted in (
+            (parent._forward_pre_hooks, self.before, parent._forward_pre_hooks_with_kwargs),
+            (parent._forward_hooks, self.after, parent._forward_hooks_always_called),
+        ):
+            for number in [number for number, hook in hooks.items() if hook == ours]:
+                del hooks[number], noted[number]
+        state = find_state(parent)
+        if state is not None and self.follow in state.followers:
+            state.followers.remove(self.follow)
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the model's arguments; a forward pre-hook."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -145,13 +145,21 @@ def additions(model: nn.Module) -> Iterator[AddModule]:
     """
     for where, parent in list(model.named_modules()):
         for attribute, module in (ADDED.of(parent) or {}).items():
-            name, found = f"{where}.{attribute}".lstrip("."), getattr(parent, attribute, None)
-            if found is not module:
+            name = f"{where}.{attribute}".lstrip(".")
+            found: Any = getattr(parent, attribute, None)
+            if not (found is module or _is_copy(found, module)):
                 raise PatchConflict(
                     f"found {name} as a {type(found).__name__} where a {type(module).__name__} was "
                     "added; wanted that very module; put it back, or keep the patches"
                 )
-            yield AddModule(name, parent, attribute, module)
+            yield AddModule(name, parent, attribute, found)
+
+
+def _is_copy(found: object, module: nn.Module) -> bool:
+    """Whether a child can be removed in the place of the one that was added: PEFT's
+    `modules_to_save` trains a copy, and puts it there when it merges.
+    """
+    return type(found) is type(module) and isinstance(found, Joins)
 
 
 def carry_out(steps: Iterable[Change], state: PatchState) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from hf_packfree import apply_patches
 from hf_packfree.models.head_loss import HeadOfCall
 from hf_packfree.mtp import MTPOptions
+from hf_packfree.mtp.attached import training_of
 from hf_packfree.packing.lazy import LazyTensor
 from tests.input_formats import row_batch
 from tests.models.padded import padded_batch
@@ -129,7 +130,7 @@ def test_a_call_that_fails_leaves_nothing():
     assert vars(model).keys() == names and torch.equal(model(**batch).loss, wanted)
     # a text model alone, which is in no call
     model.model(input_ids=batch["input_ids"])
-    assert model.mtp.training_calls._warned
+    assert training_of(model)._warned
 
 
 def test_a_model_that_runs_within_its_own_call():

@@ -143,3 +143,19 @@ def gradients_in_loop(pairs, depth=2, *, detach=True):
 def wanted_of(pairs, depth=2):
     """The head's gradients of the loop over documents."""
     return of_head(gradients_in_loop(pairs, depth))
+
+
+def in_peft(model):
+    """The model with adapters and the head in `modules_to_save`, as the docs recommend."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=4,
+            target_modules=["q_proj", "in_proj_qkv"],
+            modules_to_save=["mtp"],
+            exclude_modules=r"mtp\..*",
+        ),
+    )

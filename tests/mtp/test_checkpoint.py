@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_packfree import MTPOptions, add_mtp, apply_patches, remove_mtp, remove_patches
 from hf_packfree.errors import MissingHead, PatchConflict, UnsupportedModel
+from hf_packfree.mtp.attached import training_of
 from hf_packfree.mtp.checkpoint import head_tensors
 from hf_packfree.patching.apply import patches_lifted
 from tests.mtp.heads import build, labelled, packed
@@ -326,7 +327,7 @@ class TestTakingItAway:
 
     def test_without_it_the_loss_is_the_main_one(self):
         model, inputs = build(), packed(labelled())
-        with_head, facts = model(**inputs).loss.item(), model.mtp.training_calls.take()
+        with_head, facts = model(**inputs).loss.item(), training_of(model).take()
         remove_mtp(model)
         assert model(**inputs).loss.item() < with_head and facts.keys() == {
             "packfree/mtp_loss_1",
@@ -342,7 +343,7 @@ class TestTakingItAway:
         model, inputs = build(), packed(labelled())
         other = copied(model)
         other(**inputs).loss.backward()
-        assert other.mtp.training_calls.take() and not model.mtp.training_calls.take()
+        assert training_of(other).take() and not training_of(model).take()
         assert other.mtp.fc.weight.grad is not None and model.mtp.fc.weight.grad is None
         remove_mtp(other)
         remove_patches(other)

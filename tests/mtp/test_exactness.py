@@ -16,6 +16,7 @@ from hf_packfree import apply_patches
 from hf_packfree.models.compat import CACHE
 from hf_packfree.models.state import Kernels, PatchState
 from hf_packfree.mtp import MTPOptions, depth_losses, head, training
+from hf_packfree.mtp.attached import training_of
 from hf_packfree.packing import PackedSequence
 from tests.input_formats import additive
 from tests.mtp.heads import (
@@ -55,7 +56,7 @@ def test_a_packed_row_is_its_documents(family, depth, detach, tie):
     model = build(family, hybrid=False, dtype=torch.float64, depth=depth, detach=detach, tie=tie)
     pairs = labelled()
     output, found = step(model, packed(pairs), num_items_in_batch=targets_of(pairs))
-    facts = model.mtp.training_calls.take()
+    facts = training_of(model).take()
     main, ahead, wanted = in_loop(model, pairs, depth, detach)
     assert abs(float(output.loss.detach() - main - ahead)) <= 1e-12
     assert worst_gradient(found, wanted) <= 1e-10
@@ -93,7 +94,7 @@ def test_the_control_rolled_over_the_row_is_off(depth, monkeypatch):
         },
     )
     step(model, packed(pairs))
-    facts = model.mtp.training_calls.take()
+    facts = training_of(model).take()
     counts = [int((packed(pairs)["labels"][:, k + 1 :] != -100).sum()) for k in range(1, depth + 1)]
     wrong = (
         WEIGHT
@@ -208,7 +209,7 @@ def test_what_the_head_cannot_follow_is_said_and_the_main_loss_is_upstreams(kind
         patch()
         cache = {CACHE: DynamicCache(config=model.config)} if kind == "a cache" else {}
         losses.append(model(**inputs, **cache).loss.item())
-    assert losses[0] == losses[1] and model.mtp.training_calls.take() == {}
+    assert losses[0] == losses[1] and training_of(model).take() == {}
     (record,) = caplog.records
     assert "with a cache, or a mask that is more than causal" in record.message
 
@@ -219,7 +220,7 @@ def test_the_label_of_every_target_is_in_the_same_document():
     ids = torch.cat(documents_of := [ids for ids, _ in labelled()])[None]
     positions = torch.cat([torch.arange(len(one)) for one in documents_of])[None]
     model(input_ids=ids, labels=ids, position_ids=positions)
-    counts = [int(row[1]) for row in model.mtp.training_calls.totals]
+    counts = [int(row[1]) for row in training_of(model).totals]
     assert counts == [sum(max(length - k - 1, 0) for length in LENGTHS) for k in (1, 2, 3)]
 
 
@@ -324,4 +325,4 @@ def test_evaluation_has_the_main_loss_alone():
     model.eval()
     # training sums in chunks
     assert model(**packed(pairs)).loss.item() == pytest.approx(training.item(), rel=1e-6)
-    assert model.mtp.training_calls.take() == {}
+    assert training_of(model).take() == {}

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_packfree.mtp.attached import training_facts
+from hf_packfree.mtp.attached import training_facts, training_of
 from tests.integrations.marks import integration
 from tests.mtp.heads import build, gradients_in_loop, labelled, packed, targets_of, worst_gradient
 from tests.ranks import two_ranks
@@ -68,7 +68,7 @@ def alone():
     assert worst_gradient(wanted[True], wanted[False]) > 0.01
     whole = build(depth=2)
     whole(**packed(labelled()))
-    return wanted, whole.mtp.training_calls.take()
+    return wanted, training_of(whole).take()
 
 
 @integration(

@@ -13,7 +13,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_packfree import MTPOptions, PackFreeCallback, apply_patches
 from hf_packfree.errors import PatchConflict, UnsupportedInput
-from hf_packfree.mtp.attached import training_facts
+from hf_packfree.mtp.attached import training_facts, training_of
 from tests.integrations.compare import KeepGradients, arguments
 from tests.integrations.marks import integration, needs
 from tests.integrations.test_trl import sft, tokenizer, words
@@ -303,7 +303,7 @@ class TestVisionLanguage:
         model(
             **batch.inputs, **media_arguments(batch.documents, batch.pixels), labels=labels
         ).loss.backward()
-        return of_head(gradients(model)), model.mtp.training_calls.take()
+        return of_head(gradients(model)), training_of(model).take()
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ class TestVisionLanguage:
             facts[f"packfree/mtp_loss_{k}"] * count for k, count in zip((1, 2), counts)
         )
         assert packed_total == pytest.approx(total, rel=1e-5)
-        follow = model.mtp.training_calls.follow
+        follow = training_of(model).follow
 
         def re_embedded(of_text, hidden):
             ids, packed = batch.inputs["input_ids"], of_text.packed

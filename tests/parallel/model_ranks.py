@@ -21,6 +21,7 @@ from hf_packfree.models.media_keywords import FEATURES
 from hf_packfree.models.rope_index import rope_source
 from hf_packfree.models.sharded_media import mark_kept
 from hf_packfree.mtp import MTPOptions, training
+from hf_packfree.mtp.attached import training_of
 from hf_packfree.ops.attention import OP as ATTENTION
 from hf_packfree.ops.attention.across_ranks import attend_by_heads
 from hf_packfree.ops.op import Way
@@ -145,14 +146,14 @@ def multi_token() -> dict[str, float]:
                 loss, gradients = of_all_ranks(many, given, share)
                 results[f"loss: {key}"] = relative_rms(loss, wanted.loss)
                 results[f"gradients: {key}"] = worst(gradients, wanted_gradients)
-                found, facts = (model.mtp.training_calls.take() for model in (many, one))
+                found, facts = (training_of(model).take() for model in (many, one))
                 results[f"logged: {key}"] = max(
                     abs(found[one] - facts[one]) for one in facts if "loss" in one
                 )
                 if family == "qwen3_5" and number == 0:
                     with patch.object(training, "with_right_context", alone):
                         gradients = of_all_ranks(many, given, share)[1]
-                    many.mtp.training_calls.take()
+                    training_of(many).take()
                     results[f"control, each rank's own next tokens: {key}"] = worst(
                         gradients, wanted_gradients
                     )
