@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.rotary import cos_and_sin
+from hf_packfree.mtp.head_options import check_depth
 from hf_packfree.packing import PackedSequence
 
 
@@ -62,9 +63,11 @@ def accepted_drafts(
             their own output.
 
     Raises:
-        UnsupportedInput: the model has no head, a prompt has no tokens, or no text has more new
-            tokens than `depth`.
+        UnsupportedInput: the model has no head, a prompt has no tokens or is no tensor of one
+            dimension, or no text has more new tokens than `depth`.
+        ValueError: `depth` is no whole number of at least 1.
     """
+    check_depth(depth)
     if getattr(model, "mtp", None) is None:
         raise UnsupportedInput(
             f"found a {type(model).__name__} without a multi-token prediction head; wanted one; "
@@ -72,10 +75,7 @@ def accepted_drafts(
         )
     accepted: list[int] = []
     for prompt in prompts:
-        if prompt.numel() == 0:
-            raise UnsupportedInput(
-                "found a prompt without tokens; wanted one at least; check the text and tokenizer"
-            )
+        _check_prompt(prompt)
         ids = prompt[None]
         text = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
@@ -90,6 +90,19 @@ def accepted_drafts(
         sum(found > place for found in accepted) / len(accepted) for place in range(depth)
     )
     return Acceptance(depth, len(accepted), sum(accepted) / len(accepted), shares)
+
+
+def _check_prompt(prompt: Any) -> None:
+    if not isinstance(prompt, Tensor) or prompt.ndim != 1:
+        found = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise UnsupportedInput(
+            f"found a prompt {found}; wanted a tensor of token ids [n]; pass torch.tensor(ids), "
+            "and a batch as a list of its rows"
+        )
+    if prompt.numel() == 0:
+        raise UnsupportedInput(
+            "found a prompt without tokens; wanted one at least; check the text and tokenizer"
+        )
 
 
 def rounds_over(model: Any, text: Tensor, start: int, depth: int) -> list[int]:
@@ -115,16 +128,20 @@ def _right(model: Any, text: Tensor, depth: int) -> Tensor:
     positions = torch.arange(text.shape[1], device=text.device)[None]
     hidden = trunk(input_ids=text, position_ids=positions, use_cache=False).last_hidden_state
     packed = PackedSequence.from_lengths([text.shape[1]], device=text.device)
+    # a head that is only kept stays in its checkpoint's dtype
+    weight = model.mtp.fc.weight
+    dtype = weight.dtype if weight.is_floating_point() else hidden.dtype
     states = model.mtp(
-        hidden,
-        trunk.get_input_embeddings()(text),
+        hidden.to(dtype),
+        trunk.get_input_embeddings()(text).to(dtype),
         packed,
         depth,
-        position_embeddings=cos_and_sin(trunk, hidden, positions),
+        position_embeddings=cos_and_sin(trunk, hidden.to(dtype), positions),
     )
     count = max(text.shape[1] - 1 - depth, 0)
     rights = [
-        model.lm_head(state[0, :count]).argmax(-1) == text[0, step + 1 : step + 1 + count]
+        model.lm_head(state[0, :count].to(hidden.dtype)).argmax(-1)
+        == text[0, step + 1 : step + 1 + count]
         for step, state in enumerate(states, start=1)
     ]
     return torch.stack(rights, -1).long().cumprod(-1).sum(-1)

@@ -22,7 +22,8 @@ class MTPOptions:
         weight: the factor on the mean of all depths' losses, which is added to the main loss
             (DeepSeek-V3 and Megatron: 0.1).
         detach: True trains the head alone: the text model, the embedding and the language modelling
-            head get the same gradients as without the head, bit for bit.
+            head get the same gradients as without the head: bit for bit, if the model draws no
+            random numbers (dropout), of which the head's layers draw some, too.
         from_scratch: start with random weights, drawn as the text model's were, instead of reading
             a checkpoint.
         checkpoint: folder or hub id to read the head from; the model's own checkpoint if not given.
@@ -45,10 +46,7 @@ class MTPOptions:
                 raise ValueError(
                     f"found {name}={getattr(self, name)!r}; wanted True or False; pass one"
                 )
-        if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 1:
-            raise ValueError(
-                f"found depth={self.depth!r}; wanted a whole number of at least 1; pass 1"
-            )
+        check_depth(self.depth)
         if not _is_positive(self.weight):
             raise ValueError(
                 f"found weight={self.weight!r}; wanted a number above 0; mtp='keep' trains nothing"
@@ -63,6 +61,12 @@ class MTPOptions:
                 "found from_scratch=True with a checkpoint or train=False; wanted it for a head "
                 "that is trained and has none; leave one of the two options out"
             )
+
+
+def check_depth(depth: Any) -> None:
+    """Refuse, by `ValueError`, anything but a whole number of at least 1."""
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise ValueError(f"found depth={depth!r}; wanted a whole number of at least 1; pass 1")
 
 
 def _is_positive(value: Any) -> bool:

@@ -309,6 +309,26 @@ def test_a_prompt_without_tokens_is_refused():
         accepted_drafts(build().eval(), [torch.tensor([], dtype=torch.int64)])
 
 
+@pytest.mark.parametrize("depth", [0, -1, 2.5, True])
+def test_depths_that_are_no_count_are_refused(depth):
+    with pytest.raises(ValueError, match=f"found depth={depth}; wanted a whole number"):
+        accepted_drafts(build().eval(), [torch.tensor([3, 4])], depth=depth)
+
+
+@pytest.mark.parametrize("prompt", [[3, 4], torch.tensor([[3, 4]]), "w3"])
+def test_prompts_that_are_no_row_of_ids_are_refused(prompt):
+    with pytest.raises(UnsupportedInput, match="found a prompt .*; wanted a tensor of token ids"):
+        accepted_drafts(build().eval(), [prompt])
+
+
+def test_a_kept_head_in_another_dtype_drafts_what_it_would_in_the_models():
+    model, prompts = build().eval(), [torch.tensor([3, 4]), torch.tensor([9])]
+    head = model.mtp.bfloat16()
+    found = accepted_drafts(model, prompts, new_tokens=12, depth=2)
+    head.float()
+    assert found == accepted_drafts(model, prompts, new_tokens=12, depth=2)
+
+
 def test_texts_shorter_than_a_round_are_refused():
     with pytest.raises(
         UnsupportedInput, match="found no text with more new tokens than the 9 drafts of a round"
