@@ -87,12 +87,11 @@ def test_a_sounding_document_in_a_stock_call_has_upstreams_flag(case):
         inputs = batch(given, "padded", model)[0] | arguments(given, leaves_of(given))
         for cached in ({}, {"use_cache": True}):
             assert torch.equal(model(**inputs, **cached).logits, plain(**inputs, **cached).logits)
+    # upstream fails where it generates placeholders without media
+    inputs |= {"max_new_tokens": 4, "suppress_tokens": list(range(110, 128))}
     for flag in ({}, {"use_audio_in_video": True}):
         for cached in (True, False):
-            calls = [
-                (one, inputs | flag | {"use_cache": cached, "max_new_tokens": 4})
-                for one in (model, plain)
-            ]
+            calls = [(one, inputs | flag | {"use_cache": cached}) for one in (model, plain)]
             found, wanted = (
                 one.generate(**call, output_logits=True, return_dict_in_generate=True).logits
                 for one, call in calls
