@@ -52,7 +52,7 @@ def left(x: Tensor, mask: Mask | None) -> Tensor:
 
 def times(x: Tensor, w: Tensor, mask: Mask, scaling: float, dtype: torch.dtype) -> Tensor:
     """Return scaling times what is left of x [T, D] times w' in `dtype`, [T, K], given w [K, D]."""
-    from hf_packfree.ops.fused.kernels.dropped import times_dropped
+    from hf_packfree.ops.fused.kernels.masked import times_dropped
 
     x, w = _rows(x), w.contiguous()
     (tokens, width), K = x.shape, w.shape[0]
@@ -67,7 +67,7 @@ def times(x: Tensor, w: Tensor, mask: Mask, scaling: float, dtype: torch.dtype) 
 
 def gradient(d_h: Tensor, x: Tensor, mask: Mask, dtype: torch.dtype) -> Tensor:
     """Return d_h' times what is left of x in `dtype`, [K, D], given d_h [T, K] and x [T, D]."""
-    from hf_packfree.ops.fused.kernels.dropped import gradient_of_factor
+    from hf_packfree.ops.fused.kernels.masked import gradient_of_factor
 
     x, d_h = _rows(x), _rows(d_h)
     (tokens, width), K = x.shape, d_h.shape[1]
@@ -86,7 +86,7 @@ def add(total: Tensor | None, d_h: Tensor, w: Tensor, mask: Mask) -> Tensor:
     """Return what the mask leaves of d_h w, [T, D], plus `total`, which is changed; given
     d_h [T, K] and w [K, D].
     """
-    from hf_packfree.ops.fused.kernels.dropped import add_dropped
+    from hf_packfree.ops.fused.kernels.masked import add_dropped
 
     d_h, w = _rows(d_h), w.contiguous()
     (tokens, K), width = d_h.shape, w.shape[1]
