@@ -3,6 +3,7 @@ transformers drops.
 """
 
 from hf_packfree.mtp.accept import Acceptance, accepted_drafts
+from hf_packfree.mtp.attached import training_facts
 from hf_packfree.mtp.files import HeadReport, copy_head, examine
 from hf_packfree.mtp.head import MTPHead
 from hf_packfree.mtp.head_options import MTPOptions
@@ -15,4 +16,5 @@ __all__ = [
     "accepted_drafts",
     "copy_head",
     "examine",
+    "training_facts",
 ]
