@@ -102,3 +102,14 @@ def test_a_gradient_alone_is_found_between_branches(family, tokens):
     planted(model, *tokens, factor=1e-6, gradient_only=True)
     with pytest.raises(LeakDetected, match="a gradient reaches another document"):
         verify_packing(model, **TREE, control=False)
+
+
+@pytest.mark.parametrize("tokens", [(13, 29), (29, 14)], ids=["from it", "into one of it"])
+def test_a_gradient_alone_is_found_from_a_prefix_of_others(tokens):
+    """Three samples share segment 1, with tokens 9 to 13; the last one goes on from the root."""
+    tree = {"lengths": TREE["lengths"], "tree": (None, 0, 1, 1, 1, 0)}
+    model = apply_patches(tiny())
+    assert verify_packing(model, **tree, control=False).patched.cross_gradient == 0
+    planted(model, *tokens, factor=1e-6, gradient_only=True)
+    with pytest.raises(LeakDetected, match="a gradient reaches another document"):
+        verify_packing(model, **tree, control=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from hf_packfree.ops.rounded_weights import RoundedWeights
 
 SPARE = 1 / 4
 """The share of the GPU's memory that copies leave, to activations and graphs among others."""
+PATIENCE = 16
+"""After so many rows without an optimizer's step copies are made all the same."""
 AGAIN = 64
 """Every this many-th row the modules are walked for others that hold weights: PEFT makes
 thousands, and walking them takes the host as long as a layer.
@@ -38,7 +41,9 @@ class Copies:
         self._places: Places = []
         self._rows = 0
         self._made_of: list[Tensor] = []
-        self._facts: list[tuple[int, bool]] = []
+        self._facts: list[Any] = []
+        self._unwritten: tuple[weakref.ref[Tensor], int] | None = None
+        self._waited = 0
         self.rounded = RoundedWeights()
 
     def current(self, keep: bool = False) -> RoundedWeights | None:
@@ -46,7 +51,7 @@ class Copies:
         to be made, but those that there are must be kept.
         """
         weights = [x for x in self._weights() if _is_whole(x)]
-        facts = [(x.data_ptr(), x.requires_grad) for x in weights]
+        facts = [(x.data_ptr(), x.requires_grad, x.shape, x.dtype) for x in weights]
         # addresses first: they differ, if there are more weights
         if facts == self._facts and all(map(is_, weights, self._made_of)):
             return self.rounded
@@ -89,11 +94,25 @@ class Copies:
         """Make copies of what was read so far, if they leave enough memory."""
         self.rounded.allocate(SPARE)
 
+    def _has_stepped(self) -> bool:
+        """Whether the optimizer has its states, since it wrote a weight, or a loop has none that
+        torch counts: copies leave memory to them, too.
+        """
+        if self._unwritten is None:
+            trained = (x for x in self._made_of if x.requires_grad)
+            self._unwritten = next(((weakref.ref(x), x._version) for x in trained), None)
+        self._waited += 1
+        if self._unwritten is None or self._waited > PATIENCE:
+            return True
+        weight, version = self._unwritten[0](), self._unwritten[1]
+        return weight is None or weight._version != version
+
     def in_row(self, wait: bool, keep: bool) -> AbstractContextManager[None] | None:
         """Let products read the copies within the block, which runs a training row without a graph,
         and in its recomputation; None if they must not.
 
-        The first row only notes which weights are read, and the next has copies.
+        The first row only notes which weights are read; the first after an optimizer's step has
+        copies.
 
         Args:
             wait: whether no memory is taken yet, see `Graphs`.
@@ -103,7 +122,7 @@ class Copies:
         if rounded is None:
             return None
         try:
-            if not wait:
+            if not wait and self._has_stepped():
                 self.allocate()
             rounded.refresh()
         # copies are worth no row

@@ -18,6 +18,7 @@ from hf_packfree.models.recompute import has_saved_tensor_hooks
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.rounded_weights import beside_rows
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence
 from hf_packfree.packing.fast_path import Meanwhile
@@ -100,9 +101,12 @@ def without_graph(trunk: Any, forward: Callable[..., Any], row: dict[str, Any]) 
     """As `in_graph`, but without a graph: in a training step under autocast, fp32 weights are
     rounded once for the row, and not again where its layers are recomputed.
     """
-    # without gradients there is no recomputation, and that of a row before is still to come
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return forward(**row)
+    # there is no recomputation, and that of a row before is still to come
+    if not torch.is_grad_enabled():
+        with beside_rows():
+            return forward(**row)
     graphs = state_of(trunk).graphs
     if not (_is_training_step(trunk, row) and _rounds_weights(trunk, row)):
         graphs.round_each(trunk)

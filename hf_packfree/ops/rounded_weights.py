@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
-from weakref import WeakSet
+from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class RoundedWeight:
         self.weight, self.dtype = weight, dtype
         self.memory: Tensor | None = None
         self._rows, self._columns = weight.shape
-        self._seen = -1, 0
+        self._seen: Any = None
 
     def read(self, weight: Tensor) -> Tensor:
         """Return the rounded weight [F, D], given the weight, or what stands for it."""
@@ -84,8 +85,9 @@ class RoundedWeight:
         return self._seen == self._now and self.memory is not None
 
     @property
-    def _now(self) -> tuple[int, int]:
-        return self.weight._version, self.weight.data_ptr()
+    def _now(self) -> Any:
+        weight = self.weight
+        return weight._version, weight.data_ptr(), weight.shape, weight.dtype
 
     def see(self) -> bool:
         """Note the weight's version; return whether it is a new one, of a frozen weight."""
@@ -126,12 +128,13 @@ class RoundedWeights:
         """Let `copy_of` find these copies in the block, which runs a row without a graph, and
         wherever a backward pass runs layers again, up to `leave`.
         """
-        _recomputed.add(self)
+        self.leave()
+        _recomputed.insert(0, ref(self))
         return listed(self.of_itself, _in_use)
 
     def leave(self) -> None:
         """Begin a row that reads no copies, nor does its recomputation."""
-        _recomputed.discard(self)
+        _recomputed[:] = [each for each in _recomputed if each() not in (self, None)]
 
     def of_itself(self, weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
         """As `of`, but None for what stands for a weight: where weights may have moved since the
@@ -194,26 +197,32 @@ class RoundedWeights:
 
 
 _in_use: list[Callable[[Tensor, torch.dtype], RoundedWeight | None]] = []
-_recomputed: WeakSet[RoundedWeights] = WeakSet()
-"""Those that the last row of their model read, if it ran without a graph."""
+_recomputed: list[ReferenceType[RoundedWeights]] = []
+"""Those that the last row of their model read, if it ran without a graph; the last row's first."""
 
 
 def copy_of(weight: Tensor, dtype: torch.dtype) -> RoundedWeight | None:
     """Return the copy of a weight in `dtype` that is in use, or None."""
     finds = [*_in_use]
-    if _recomputed and _runs_layers_again():
-        finds += [each.of_itself for each in _recomputed]
     for find in finds:
         if (found := find(weight, dtype)) is not None:
             return found
+    # gradient checkpointing runs layers again within the backward pass
+    again = torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+    for each in [copies for one in [*_recomputed] if (copies := one()) is not None]:
+        if (again or not finds) and (found := each.of_itself(weight, dtype)) is not None:
+            if again:
+                return found
+            # layers that are called by themselves are recomputed by themselves
+            each.leave()
     return None
 
 
-def _runs_layers_again() -> bool:
-    """Whether this thread runs a backward pass, and in it a forward pass for gradients, as gradient
-    checkpointing does.
+def beside_rows() -> AbstractContextManager[None]:
+    """Let `copy_of` find no copies in the block, which runs a model without gradients: those of a
+    row whose backward pass is still to come stay.
     """
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+    return listed(lambda *_: None, _in_use)
 
 
 class _Kernels:
@@ -266,7 +275,7 @@ class _Kernels:
 
 
 def _is_known(x: Tensor) -> bool:
-    dense = x.dtype == torch.float32 and x.ndim == 2 and x.is_contiguous()
+    dense = x.dtype == torch.float32 and x.ndim == 2 and x.is_contiguous() and x.numel() > 0
     # inference tensors have no versions, and what is offloaded to "meta" has no memory
     return dense and not (x.is_inference() or x.is_meta) and x.data_ptr() % 16 == 0
 

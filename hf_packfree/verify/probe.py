@@ -40,7 +40,8 @@ class Probe:
         parents: where the documents are segments of a tree, see `TreeDocuments`.
 
     Attributes:
-        halves: bool [N] each, see `_halves`; fewer of them show that something leaks, not where.
+        halves: bool [N] each, see `_halves`, and in a tree the samples that share a segment, which
+            the others must not reach; fewer of them show that something leaks, not where.
         autocast: the dtype that `torch.autocast` computes in, or None outside of it.
         packages: after a measurement, the top-level packages whose functions ran in it.
     """
@@ -82,7 +83,7 @@ class Probe:
             else MediaDocuments(lengths, source, *drawn, embedding.dtype)
         )
         self.lengths = self.documents.lengths
-        self.halves = _halves(len(self.lengths))
+        self.halves = [*_halves(len(self.lengths)), *self.documents.shared]
         self.weights: Tensor | None = None
         self.packages: frozenset[str] = frozenset()
 

@@ -40,6 +40,8 @@ class TextDocuments:
 
     media: tuple[str, ...] = ()
     """Kinds of media in the documents."""
+    shared: Sequence[Tensor] = ()
+    """bool [N] for each part of a row that some documents share, but not all: which do."""
 
     def __init__(
         self,
@@ -117,6 +119,12 @@ class TextDocuments:
         return drawn.to(self.device)
 
 
+def _sharing(paths: Sequence[set[int]]) -> list[Tensor]:
+    """Return bool [N] for each segment that some of N samples share: which do."""
+    among = {tuple(segment in path for path in paths) for path in paths for segment in path}
+    return [torch.tensor(samples) for samples in sorted(among) if 1 < sum(samples) < len(paths)]
+
+
 class TreeDocuments(TextDocuments):
     """Samples that share prefixes, in a row that holds each prefix once.
 
@@ -152,6 +160,7 @@ class TreeDocuments(TextDocuments):
         self.positions = self.record.position_ids()
         self.of_segment, self.leaves = self.number, torch.tensor(tree.leaves, device=device)
         self.index = torch.cat(paths)
+        self.shared = _sharing([{*tree.path(leaf)} for leaf in tree.leaves])
         self.lengths = tuple(map(len, paths))
         self.number = _numbered(self.lengths).to(device)
         self.parts = [{} for _ in paths]

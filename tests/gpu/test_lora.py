@@ -180,7 +180,8 @@ def test_products_with_dropout_are_of_what_one_mask_leaves(record, columns):
     """The mask by a product of ones."""
     if DEVICE != "cuda":
         pytest.skip("the kernels are interpreted in tests/ops/triton/test_dropped_products.py")
-    mask = Mask(Seed(torch.zeros(1, dtype=torch.int64, device=DEVICE).random_(), 5), 0.05)
+    seed = Seed(torch.zeros(1, dtype=torch.int64, device=DEVICE).random_(), 5)
+    mask = Mask(seed, 0.05, True)
     sizes = (TOKENS, WIDTH), (columns, WIDTH), (TOKENS, columns)
     x, w, d_h = (torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for size in sizes)
     ones = torch.ones_like(d_h[:, :1]), torch.ones_like(w[:1])

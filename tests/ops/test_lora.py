@@ -198,7 +198,7 @@ def test_dropout_zeroes_the_share_and_keeps_the_mean():
 
     def dropped(seed):
         drawn = Seed(torch.tensor([seed]), 3)
-        return left(x, Mask(drawn, 0.25))
+        return left(x, Mask(drawn, 0.25, False))
 
     read = dropped(1)
     assert abs(float((read == 0).double().mean()) - 0.25) < 0.02

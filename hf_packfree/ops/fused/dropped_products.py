@@ -2,8 +2,8 @@
 
 Each adapter has a mask of its own: stored, what is left of x would be written and read again by
 each of them, in the forward pass, in the backward pass and in a recomputation. So the kernels of
-the products draw the mask themselves; in other dtypes than half precision, and on CPUs, what is
-left is stored.
+the products draw the mask themselves; in other dtypes than half precision, of high
+ranks, and on CPUs, what is left is stored.
 
 Shapes: x [T, D], K columns of h.
 """
@@ -29,20 +29,32 @@ _STEPS = 8
 # programs of `gradient`, at least
 _PROGRAMS = 528
 _NARROWEST = 16
+WIDEST = 256
+"""The most columns of h for which kernels draw masks: of more, their tiles would not fit into the
+shared memory of all GPUs, and partial sums would take more memory than what is left of x.
+"""
 
 
 class Mask(NamedTuple):
-    """Which elements of a tensor are dropped out: what they are drawn from, with which
-    probability.
+    """Which elements of a tensor are dropped out.
+
+    Attributes:
+        seed: what they are drawn from.
+        probability: with which an element is dropped out.
+        within: whether the kernels of the products draw it; decided once, because it is another
+            mask then.
     """
 
     seed: Seed
     probability: float
+    within: bool
 
 
-def are_drawn_within(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether products with x in `dtype` draw masks in their kernels."""
-    return x.dtype == dtype and dtype in HALF and _on_a_gpu(x)
+def draws_within(A: Tensor, x: torch.dtype, dtype: torch.dtype, columns: int) -> bool:
+    """Whether kernels draw the mask of an adapter A of x, in products in `dtype` of so many
+    columns.
+    """
+    return x == dtype and dtype in HALF and columns <= WIDEST and _on_a_gpu(A)
 
 
 def left(x: Tensor, mask: Mask | None) -> Tensor:

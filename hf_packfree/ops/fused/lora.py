@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from hf_packfree.ops.fused.computed_weights import Weight, materialize
-from hf_packfree.ops.fused.dropped_products import Mask, add, are_drawn_within, left
+from hf_packfree.ops.fused.dropped_products import Mask, add, draws_within, left
 from hf_packfree.ops.fused.lora_products import (
     Products,
     cat,
@@ -128,8 +128,10 @@ def group_adapters(
         span = slice(len(tensors) // 2, len(tensors) // 2 + len(each))
         layers = tuple([layer for layer, _ in each])
         products = products_for(dtype, of_adapters, on_tensor_cores(each[0][1].A))
-        dropped = each[0][1].dropout
-        mask = Mask(draw_seed(each[0][1].A.device), dropped) if dropped else None
+        A, dropped, mask = each[0][1].A, each[0][1].dropout, None
+        if dropped:
+            within = draws_within(A, dtype, products.dtype, products.parts * rank)
+            mask = Mask(draw_seed(A.device), dropped, within)
         scaling /= 1 - dropped
         groups.append(AdapterGroup(span, layers, products, rank, scaling, mask))
         tensors += [tensor for _, one in each for tensor in (one.A, one.B)]
@@ -232,7 +234,7 @@ class JoinedAdapters:
         total: Tensor | None = None
         for group, part in zip(self.groups, d_h, strict=True):
             A = group.products.factor_A(self.As[group.adapters])
-            if group.mask is not None and are_drawn_within(part, dtype):
+            if group.mask is not None and group.mask.within:
                 total = add(total, part, A, group.mask)
                 continue
             d_x = left((part @ A).to(dtype), group.mask)

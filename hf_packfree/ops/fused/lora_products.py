@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.ops.backend import HALF, on_hopper
-from hf_packfree.ops.fused.dropped_products import Mask, are_drawn_within, gradient, left, times
+from hf_packfree.ops.fused.dropped_products import Mask, gradient, left, times
 from hf_packfree.ops.fused.lora_kernels import TILE_RANK, add_parts, gradients_at_once, split_fp32
 
 
@@ -40,7 +40,7 @@ class Products:
         self, x: Tensor, As: Sequence[Tensor], scaling: float, mask: Mask | None = None
     ) -> Tensor:
         """Return scaling x A^T of each A, side by side, [T, n parts r], where a mask leaves x."""
-        if mask is not None and are_drawn_within(x, self.dtype):
+        if mask is not None and mask.within:
             return times(x, self.factor_A(As), mask, scaling, self.dtype)
         return scaled_product(left(x, mask).to(self.dtype), self.factor_A(As).T, scaling)
 
@@ -57,7 +57,7 @@ class Products:
         self, x: Tensor, d_h: Tensor, As: Sequence[Tensor], mask: Mask | None = None
     ) -> Sequence[Tensor]:
         """Return the gradient of each A, in its dtype."""
-        if mask is not None and are_drawn_within(x, self.dtype):
+        if mask is not None and mask.within:
             return gradient(d_h, x, mask, As[0].dtype).chunk(len(As))
         return product_in(d_h.T, left(x, mask).to(self.dtype), As[0].dtype).chunk(len(As))
 
@@ -110,10 +110,10 @@ class SplitFp32(Products):
     def h(
         self, x: Tensor, As: Sequence[Tensor], scaling: float, mask: Mask | None = None
     ) -> Tensor:
-        if mask is None:
-            wide = wide_product(x, _split_A(As).T)
-        else:
+        if mask is not None and mask.within:
             wide = times(x, _split_A(As), mask, 1.0, torch.float32)
+        else:
+            wide = wide_product(left(x, mask), _split_A(As).T)
         return add_parts(wide, x.new_empty(wide.shape), As[0].shape[0], scaling)
 
     def d_h(self, d_outs: Sequence[Tensor], Bs: Sequence[Tensor], scaling: float) -> Tensor:
@@ -127,10 +127,10 @@ class SplitFp32(Products):
     def d_A(
         self, x: Tensor, d_h: Tensor, As: Sequence[Tensor], mask: Mask | None = None
     ) -> Sequence[Tensor]:
-        if mask is None:
-            wide = wide_product(d_h.T, x)
-        else:
+        if mask is not None and mask.within:
             wide = gradient(d_h, x, mask, torch.float32)
+        else:
+            wide = wide_product(d_h.T, left(x, mask))
         parts = wide.view(len(As), 3, -1, x.shape[1])
         return (parts[:, 1] + parts[:, 2]).unbind()
 

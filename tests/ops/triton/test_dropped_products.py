@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_packfree.ops import dropout
 from hf_packfree.ops.fused import dropped_products, lora, lora_products
 from hf_packfree.ops.fused import projections as fused
 from hf_packfree.ops.fused.dropped_products import Mask, add, gradient, times
@@ -27,7 +28,7 @@ def as_on_a_gpu(monkeypatch):
 
 
 def mask_of(base: int, number: int = 3, rate: float = RATE) -> Mask:
-    return Mask(Seed(torch.tensor([base]), number), rate)
+    return Mask(Seed(torch.tensor([base]), number), rate, True)
 
 
 def kept(mask: Mask, tokens: int, width: int) -> Tensor:
@@ -121,7 +122,7 @@ def test_layers_with_dropout_are_those_of_their_masks(monkeypatch, launched, dty
     d_outs = random(*(out.shape for out in outs), dtype=dtype)
     found = torch.autograd.grad(outs, leaves, d_outs)
     wide = [each.detach().double().requires_grad_() for each in leaves]
-    masks = [kept(Mask(seed, RATE), 130, 96).double() / (1 - RATE) for seed in seeds]
+    masks = [kept(Mask(seed, RATE, True), 130, 96).double() / (1 - RATE) for seed in seeds]
     wanted = [
         wide[0] @ weight.double().T + 0.5 * (wide[0] * mask) @ A.T @ B.T
         for weight, mask, A, B in zip(weights, masks, wide[1:3], wide[3:], strict=True)
@@ -135,3 +136,29 @@ def test_layers_with_dropout_are_those_of_their_masks(monkeypatch, launched, dty
     swapped = [*exact[:1], *exact[2:0:-1], *exact[3:]]
     assert not close(found[1], swapped[1], 0.2)
     assert launched >= KERNELS
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16,) * 2, (torch.bfloat16, torch.float32)], ids=str)
+def test_masks_of_high_ranks_are_drawn_before_the_products(monkeypatch, launched, dtypes):
+    """All three products by one mask all the same: the tiles of more columns would not fit."""
+    in_half(monkeypatch)
+    monkeypatch.setattr(dropped_products, "WIDEST", 47)
+    monkeypatch.setattr(dropout, "_on_a_gpu", lambda x: True)
+    dtype, of_adapters = dtypes
+    rank = 48 if of_adapters == torch.float16 else 16
+    x, weight = random((70, 96), (80, 96), dtype=dtype)
+    A, B = random((rank, 96), (80, rank), dtype=of_adapters)
+    leaves = [each.requires_grad_() for each in (x, A, B)]
+    monkeypatch.setattr(lora, "draw_seed", lambda device: Seed(torch.tensor([5]), 3))
+    (out,) = fused(x, LoraLinear(weight, (Adapter(A, B, 0.5, RATE),)), backend="triton")
+    (d_out,) = random(out.shape, dtype=dtype)
+    found = torch.autograd.grad(out, leaves, d_out)
+    mask = dropout.drop(torch.ones(70, 96), Seed(torch.tensor([5]), 3), RATE).double()
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    dropped = wide[0] * mask / (1 - RATE)
+    wanted = wide[0] @ weight.double().T + 0.5 * dropped @ wide[1].T @ wide[2].T
+    assert close(out, wanted, 1e-2)
+    exact = torch.autograd.grad(wanted, wide, d_out.double())
+    for name, one, other in zip("x A B".split(), found, exact, strict=True):
+        assert close(one, other, 2e-2), name
+    assert "drop_out" in launched and not launched & KERNELS

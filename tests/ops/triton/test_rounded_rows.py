@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from hf_packfree import patch_report, remove_patches
 from hf_packfree.graphs import copies
@@ -22,6 +23,7 @@ from hf_packfree.models.state import state_of
 from hf_packfree.ops import rounded_weights
 from hf_packfree.ops.fused import computed_weights
 from hf_packfree.ops.rounded_weights import RoundedWeights, copy_of
+from hf_packfree.packing import PackedSequence
 from tests.graphs import on_cpu
 from tests.integrations.marks import needs
 from tests.ops.triton.kernels import on_kernels
@@ -40,6 +42,8 @@ LENGTHS = 3, 4, 1
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     monkeypatch.setattr(rounded_weights, "_BLOCK", 16)
+    # these steps have no optimizer
+    monkeypatch.setattr(copies, "PATIENCE", 0)
     monkeypatch.setattr(
         captured_layers,
         "_is_training_step",
@@ -256,6 +260,73 @@ def test_weights_of_new_modules_are_rounded_where_they_are_read_until_they_are_f
         wanted = step(model)
     for each in found:
         assert_same(each, wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_by_itself_is_recomputed_by_itself(reentrant):
+    """After rows, and after weights were written through `.data`, which torch does not count."""
+    model = made("full")
+    for _ in range(3):
+        step(model)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    trunk, packed = trunk_of(model), PackedSequence.from_lengths(LENGTHS)
+    x = torch.randn(1, 8, trunk.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    positions = packed.position_ids()
+
+    def layer(h):
+        emb = trunk.rotary_emb(h, positions[None].expand(3, 1, 8))
+        return trunk.layers[0](h, position_embeddings=emb, packed_sequence=packed)
+
+    def alone():
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", BF16):
+            out = checkpoint(layer, leaf, use_reentrant=reentrant)
+        out.float().pow(2).sum().backward()
+        return {"x": leaf.grad, **gradients(model)}
+
+    found = alone()
+    with without_copies():
+        wanted = alone()
+    assert len(wanted) > MATRICES
+    assert_same(found, wanted)
+
+
+def test_models_that_share_weights_recompute_their_own_rows():
+    one, other = (made("full", recompute="not reentrant") for _ in range(2))
+    for name, parameter in one.named_parameters():
+        owner, _, last = name.rpartition(".")
+        setattr(other.get_submodule(owner), last, parameter)
+    for model in (one, other) * 3:
+        step(model)
+    for model in (other, one, other):
+        for parameter in one.parameters():
+            parameter.data.mul_(1.2)
+        found = step(model)
+        with without_copies():
+            assert_same(found, step(model))
+
+
+@needs("peft")
+def test_copies_wait_for_the_optimizer(model, monkeypatch):
+    """Whose states they leave memory to; a loop without steps that torch counts has some all the
+    same, later.
+    """
+    monkeypatch.setattr(copies, "PATIENCE", 4)
+    for rows in range(1, 8):
+        step(model)
+        assert (len(copies_of(model)) > 0) == (rows > 4)
+    other = made()
+    step(other)
+    step(other)
+    assert len(copies_of(other)) == 0
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(0.5)
+    step(other)
+    assert len(copies_of(other)) == MATRICES
 
 
 def test_a_copy_is_of_no_other_weight_at_its_address():
