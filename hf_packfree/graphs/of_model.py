@@ -36,7 +36,9 @@ class Graphs:
         return self._runners[trunk]
 
     def _copies_of(self, trunk: nn.Module) -> Copies:
-        return self._copies.setdefault(trunk, Copies(trunk))
+        if trunk not in self._copies:
+            self._copies[trunk] = Copies(trunk)
+        return self._copies[trunk]
 
     def rounded_once(self, trunk: nn.Module) -> AbstractContextManager[None]:
         """Let products of the block, which runs a training row without a graph, and those of its

@@ -28,6 +28,7 @@ from hf_packfree.graphs import (
 from hf_packfree.graphs.gradient_buffers import Address
 from hf_packfree.models import captured_layers
 from hf_packfree.ops.seeds import Seeds
+from tests.support import runner_of
 
 
 def tensor_at(address: Address, like: Tensor) -> Tensor:
@@ -182,6 +183,17 @@ def let_capture_whole_documents(monkeypatch: Any) -> None:
     for module in (bucket, captured):
         monkeypatch.setattr(module, "in_bucket", padded)
     monkeypatch.setattr(unread, "UnreadSequence", Unread)
+
+
+def replay_with_copies(monkeypatch: Any, model: torch.nn.Module) -> None:
+    """Let the model's layers find the copies of fp32 weights wherever a graph would read them."""
+    replay = Again._run_forward
+
+    def with_copies(graph: Any) -> None:
+        with runner_of(model).captures.rounded.in_use():
+            replay(graph)
+
+    monkeypatch.setattr(Again, "_run_forward", with_copies)
 
 
 def padded(packed, bucket):

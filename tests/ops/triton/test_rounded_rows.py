@@ -559,13 +559,7 @@ def graphed(monkeypatch):
     monkeypatch.setitem(globals(), "LENGTHS", (5, 7, 4))
     model = made()
     rows(model, "auto")
-    replay = on_cpu.Again._run_forward
-
-    def with_copies(graph):
-        with runner_of(model).captures.rounded.in_use():
-            replay(graph)
-
-    monkeypatch.setattr(on_cpu.Again, "_run_forward", with_copies)
+    on_cpu.replay_with_copies(monkeypatch, model)
     return model
 
 

@@ -220,13 +220,7 @@ def graphed(monkeypatch):
     del model.model.layers[1:]
     model.config.num_hidden_layers = 1
     model = on_kernels(lora(model), fused="triton").base_model.model
-    replay = on_cpu.Again._run_forward
-
-    def with_copies(graph):
-        with runner_of(model).captures.rounded.in_use():
-            replay(graph)
-
-    monkeypatch.setattr(on_cpu.Again, "_run_forward", with_copies)
+    on_cpu.replay_with_copies(monkeypatch, model)
     return model
 
 

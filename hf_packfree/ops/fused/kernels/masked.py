@@ -30,6 +30,18 @@ def _dropped(x, token, column, tokens, width, stride, random, probability):
 
 
 @triton.jit
+def _left(x, key, block, column, tokens, width, stride, probability):
+    """What is left of a block's tokens, in four parts of ROWS."""
+    token = block * 4 * ROWS + tl.arange(0, ROWS)[:, None]
+    r0, r1, r2, r3 = _draw(key, block, column, width)
+    x0 = _dropped(x, token, column, tokens, width, stride, r0, probability)
+    x1 = _dropped(x, token + ROWS, column, tokens, width, stride, r1, probability)
+    x2 = _dropped(x, token + 2 * ROWS, column, tokens, width, stride, r2, probability)
+    x3 = _dropped(x, token + 3 * ROWS, column, tokens, width, stride, r3, probability)
+    return x0, x1, x2, x3
+
+
+@triton.jit
 def _part_of_h(h, token, k, tokens, K, stride):
     inside = (token < tokens) & (k < K)
     return tl.load(h + token.to(tl.int64) * stride + k, mask=inside, other=0.0)
@@ -71,14 +83,10 @@ def times_dropped(
     for step in range(STEPS):
         first = (part * STEPS + step) * COLUMNS
         column = first + tl.arange(0, COLUMNS)[None, :]
-        r0, r1, r2, r3 = _draw(key, block, column, width)
         at = first + tl.arange(0, COLUMNS)[:, None]
         inside = (at < width) & (k[None, :] < K)
         factor = tl.load(w + k[None, :].to(tl.int64) * width + at, mask=inside, other=0.0)
-        x0 = _dropped(x, token, column, tokens, width, stride, r0, probability)
-        x1 = _dropped(x, token + ROWS, column, tokens, width, stride, r1, probability)
-        x2 = _dropped(x, token + 2 * ROWS, column, tokens, width, stride, r2, probability)
-        x3 = _dropped(x, token + 3 * ROWS, column, tokens, width, stride, r3, probability)
+        x0, x1, x2, x3 = _left(x, key, block, column, tokens, width, stride, probability)
         acc0 = tl.dot(x0, factor, acc0)
         acc1 = tl.dot(x1, factor, acc1)
         acc2 = tl.dot(x2, factor, acc2)
@@ -117,11 +125,7 @@ def gradient_of_factor(
     for step in range(steps):
         block = tl.program_id(1) * steps + step
         token = block * 4 * ROWS + tl.arange(0, ROWS)[:, None]
-        r0, r1, r2, r3 = _draw(key, block, column, width)
-        x0 = _dropped(x, token, column, tokens, width, stride, r0, probability)
-        x1 = _dropped(x, token + ROWS, column, tokens, width, stride, r1, probability)
-        x2 = _dropped(x, token + 2 * ROWS, column, tokens, width, stride, r2, probability)
-        x3 = _dropped(x, token + 3 * ROWS, column, tokens, width, stride, r3, probability)
+        x0, x1, x2, x3 = _left(x, key, block, column, tokens, width, stride, probability)
         h0 = _part_of_h(d_h, token, k[None, :], tokens, K, h_stride)
         h1 = _part_of_h(d_h, token + ROWS, k[None, :], tokens, K, h_stride)
         h2 = _part_of_h(d_h, token + 2 * ROWS, k[None, :], tokens, K, h_stride)
