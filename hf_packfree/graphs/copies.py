@@ -5,12 +5,14 @@ share.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hf_packfree.graphs.settings import Places, read_places
 from hf_packfree.ops.rounded_weights import RoundedWeights
@@ -42,7 +44,7 @@ class Copies:
         self._rows = 0
         self._made_of: list[Tensor] = []
         self._facts: list[Any] = []
-        self._unwritten: tuple[weakref.ref[Tensor], int] | None = None
+        self._first_step: FirstStep | None = None
         self._waited = 0
         self.rounded = RoundedWeights()
 
@@ -95,17 +97,13 @@ class Copies:
         self.rounded.allocate(SPARE)
 
     def _has_stepped(self) -> bool:
-        """Whether the optimizer has its states, since it wrote a weight, or a loop has none that
-        torch counts: copies leave memory to them, too.
+        """Whether an optimizer has its states, or a loop has none that is torch's: copies leave
+        memory to them, too.
         """
-        if self._unwritten is None:
-            trained = (x for x in self._made_of if x.requires_grad)
-            self._unwritten = next(((weakref.ref(x), x._version) for x in trained), None)
         self._waited += 1
-        if self._unwritten is None or self._waited > PATIENCE:
-            return True
-        weight, version = self._unwritten[0](), self._unwritten[1]
-        return weight is None or weight._version != version
+        if self._first_step is None:
+            self._first_step = FirstStep(x for x in self._made_of if x.requires_grad)
+        return self._first_step.made or self._waited > PATIENCE
 
     def in_row(self, wait: bool, keep: bool) -> AbstractContextManager[None] | None:
         """Let products read the copies within the block, which runs a training row without a graph,
@@ -129,6 +127,29 @@ class Copies:
         except torch.OutOfMemoryError:
             rounded = self.begin(refused=True)
         return rounded.in_row()
+
+
+class FirstStep:
+    """Notes whether an optimizer has made a step with one of some weights, since this was made.
+
+    Versions of weights do not tell: torch counts none for what fused optimizers write.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = [weakref.ref(x) for x in weights]
+        self.made = not self._weights
+        itself = weakref.ref(self)
+
+        def after(optimizer: Optimizer, *_: Any) -> None:
+            if (note := itself()) is not None:
+                note._after(optimizer)
+
+        if not self.made:
+            weakref.finalize(self, register_optimizer_step_post_hook(after).remove)
+
+    def _after(self, optimizer: Optimizer) -> None:
+        held = {id(x) for group in optimizer.param_groups for x in group["params"]}
+        self.made = self.made or any(id(x()) in held for x in self._weights)
 
 
 def _is_whole(x: Tensor) -> bool:

@@ -309,24 +309,47 @@ def test_models_that_share_weights_recompute_their_own_rows():
 
 
 @needs("peft")
-def test_copies_wait_for_the_optimizer(model, monkeypatch):
-    """Whose states they leave memory to; a loop without steps that torch counts has some all the
-    same, later.
+@pytest.mark.parametrize("fused", [False, True])
+def test_copies_wait_for_the_optimizer(fused, model, monkeypatch):
+    """Whose states they leave memory to. torch counts no version of what a fused one writes. A
+    loop without steps has copies all the same, later.
     """
     monkeypatch.setattr(copies, "PATIENCE", 4)
     for rows in range(1, 8):
         step(model)
         assert (len(copies_of(model)) > 0) == (rows > 4)
+    monkeypatch.setattr(copies, "PATIENCE", 100)
     other = made()
-    step(other)
-    step(other)
-    assert len(copies_of(other)) == 0
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.requires_grad:
-                parameter.mul_(0.5)
+    optimizers = [
+        torch.optim.AdamW([x for x in each.parameters() if x.requires_grad], fused=fused)
+        for each in (model, other)
+    ]
+    for optimizer in optimizers:
+        step(other)
+        step(other)
+        assert len(copies_of(other)) == 0
+        optimizer.step()
     step(other)
     assert len(copies_of(other)) == MATRICES
+
+
+def test_who_waits_for_the_optimizer_leaves_no_hook(monkeypatch):
+    handles, register = [], copies.register_optimizer_step_post_hook
+    monkeypatch.setattr(
+        copies,
+        "register_optimizer_step_post_hook",
+        lambda hook: handles.append(register(hook)) or handles[-1],
+    )
+    weight = torch.nn.Parameter(torch.zeros(1))
+    note = copies.FirstStep([weight])
+    weight.grad = torch.ones(1)
+    assert not note.made
+    torch.optim.SGD([weight]).step()
+    assert note.made and copies.FirstStep([]).made
+    (handle,) = handles
+    assert handle.id in handle.hooks_dict_ref()
+    del note
+    assert handle.id not in handle.hooks_dict_ref()
 
 
 def test_a_copy_is_of_no_other_weight_at_its_address():
