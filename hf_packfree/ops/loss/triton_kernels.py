@@ -47,38 +47,40 @@ def softmax_gradient(
     HEAD: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """losses [C] = logsumexp(z) - z[target], where z is what `_through_head` makes of logits
     [C, V]; these become (softmax(z) - one-hot) * scale * dz / dlogits where GRADIENT.
 
     Maximum and sum come from one pass (Milakov and Gimelshein, arXiv:1805.02867), first for each
-    place of a block, then over these. The second pass runs backwards, because the end of a row is
-    still in the cache. Grid: C tokens.
+    place of a block's parts, then over these; a sum is rescaled once for all parts. The second pass
+    runs backwards, because the end of a row is still in the cache. Grid: C tokens.
     """
     dtype: tl.constexpr = logits.dtype.element_ty
+    WIDTH: tl.constexpr = BLOCK // PARTS
     row = tl.program_id(0)
     target = tl.load(targets + row)
     x = logits + row.to(tl.int64) * words
-    place = tl.arange(0, BLOCK)
+    place = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     blocks = tl.cdiv(words, BLOCK)
     if target < 0:
         tl.store(losses + row, 0.0)
         if GRADIENT:
             for block in range(blocks):
                 at = block * BLOCK + place
-                tl.store(x + at, tl.zeros((BLOCK,), dtype), mask=at < words)
+                tl.store(x + at, tl.zeros((PARTS, WIDTH), dtype), mask=at < words)
     else:
         # finite, so that a place without logits adds nothing
-        m_i = tl.full((BLOCK,), -1e38, tl.float32)
-        acc = tl.zeros((BLOCK,), tl.float32)
+        m_i = tl.full((WIDTH,), -1e38, tl.float32)
+        acc = tl.zeros((WIDTH,), tl.float32)
         for block in range(blocks):
             at = block * BLOCK + place
             value = tl.load(x + at, mask=at < words, other=float("-inf")).to(tl.float32)
             value, _ = _through_head(value, before, after, HEAD, CAPPED, dtype)
             if HEAD:
                 value = tl.where(at < words, value, float("-inf"))
-            m_new = tl.maximum(m_i, value)
-            acc = acc * tl.exp(m_i - m_new) + tl.exp(value - m_new)
+            m_new = tl.maximum(m_i, tl.max(value, 0))
+            acc = acc * tl.exp(m_i - m_new) + tl.sum(tl.exp(value - m_new[None, :]), 0)
             m_i = m_new
         m = tl.max(m_i, 0)
         total = tl.sum(acc * tl.exp(m_i - m), 0)
@@ -111,40 +113,44 @@ def token_statistics(
     TOP1: tl.constexpr,
     MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Statistics [C] of z [C, V] = logits * inverse, from one pass, first for each place of a
-    block, then over these.
+    block's parts, then over these.
 
     m_i is the maximum so far, acc = sum exp(z - m_i), drop = sum exp(z - m_i) (z - m_i): the
     entropy is log(acc) - drop / acc, which does not cancel numbers of z's size. Grid: C tokens.
     """
+    WIDTH: tl.constexpr = BLOCK // PARTS
     row = tl.program_id(0)
     factor = tl.load(inverse + row)
     x = logits + row.to(tl.int64) * words
-    place = tl.arange(0, BLOCK)
+    place = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     # finite, so that a place without logits adds nothing
-    m_i = tl.full((BLOCK,), -1e38, tl.float32)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    drop = tl.zeros((BLOCK,), tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
-    best = tl.zeros((BLOCK,), tl.int32)
+    m_i = tl.full((WIDTH,), -1e38, tl.float32)
+    acc = tl.zeros((WIDTH,), tl.float32)
+    drop = tl.zeros((WIDTH,), tl.float32)
+    squares = tl.zeros((WIDTH,), tl.float32)
+    sums = tl.zeros((WIDTH,), tl.float32)
+    best = tl.zeros((WIDTH,), tl.int32)
     for block in range(tl.cdiv(words, BLOCK)):
         at = block * BLOCK + place
         z = tl.load(x + at, mask=at < words, other=float("-inf")).to(tl.float32) * factor
-        m_new = tl.maximum(m_i, z)
+        m_new = tl.maximum(m_i, tl.max(z, 0))
         shrink = tl.exp(m_i - m_new)
-        part = tl.exp(z - m_new)
+        below = z - m_new[None, :]
+        part = tl.exp(below)
         if ENTROPY:
             # 0 log 0 is 0
-            more = tl.where(part == 0.0, 0.0, part * (z - m_new))
-            drop = shrink * (drop + (m_i - m_new) * acc) + more
+            more = tl.where(part == 0.0, 0.0, part * below)
+            drop = shrink * (drop + (m_i - m_new) * acc) + tl.sum(more, 0)
         if TOP1:
-            best = tl.where(z > m_i, at, best)
+            first = tl.min(tl.where(z == m_new[None, :], at, 2147483647), 0)
+            best = tl.where(m_new > m_i, first, best)
         if MOMENTS:
-            squares = squares * shrink * shrink + part * part
-            sums += tl.where(at < words, z, 0.0)
-        acc = acc * shrink + part
+            squares = squares * shrink * shrink + tl.sum(part * part, 0)
+            sums += tl.sum(tl.where(at < words, z, 0.0), 0)
+        acc = acc * shrink + tl.sum(part, 0)
         m_i = m_new
     m = tl.max(m_i, 0)
     shrink = tl.exp(m_i - m)
