@@ -114,7 +114,8 @@ def run_fused_head(call: Call, upstream: Any, run: Run) -> Any:
     """
     head = call.module
     fused = fused_head_of(head)
-    if fused is None or not _is_ours(call):
+    assert fused is not None
+    if not _is_ours(call):
         # without `shift_labels`, TRL's forward shifts the labels itself
         if has_tree(call.arguments) and call.shift_labels is None:
             refuse_unshifted(call)

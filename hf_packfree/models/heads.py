@@ -20,7 +20,7 @@ from hf_packfree.models.base_head import Head, forget_losses, separate_logits
 from hf_packfree.models.call import Call
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
 from hf_packfree.models.context_parallel import check_call, forward_shard
-from hf_packfree.models.fused_head import is_fused_head, run_fused_head
+from hf_packfree.models.fused_head import fused_head_of, is_fused_head, run_fused_head
 from hf_packfree.models.head_loss import HeadOfCall, taken_by
 from hf_packfree.models.labels import (
     IGNORED,
@@ -58,7 +58,8 @@ class PackedHead(Head, metaclass=HeadType):
             super().__setattr__(name, value)
 
     def _forward_as_row(self, upstream: Any, call: Call) -> Any:
-        if call.arguments.pop("fused_lm_head", False):
+        # without TRL's head the keyword says nothing, as to transformers
+        if call.arguments.pop("fused_lm_head", False) and fused_head_of(self) is not None:
             return run_fused_head(call, upstream, self._forward_with_loss)
         if (fused := verls_forward_of(self, upstream)) is not None:
             return run_verls_head(call, fused, self._forward_with_loss)

@@ -19,7 +19,7 @@ from hf_packfree.models.subclassed import in_front_of
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.registry import FAMILIES, family_of
-from hf_packfree.patching.steps import ClassSwap
+from hf_packfree.patching.steps import ClassSwap, is_bound_alone
 from hf_packfree.patching.unlisted import family_for
 
 _LEFT_ALONE = (
@@ -148,10 +148,11 @@ def head_swap(module: nn.Module, pairs: Mapping[Any, Any]) -> type[nn.Module] | 
 
 
 def _lets_ours_run(module: Any) -> bool:
-    """Whether no forward on the instance would bypass our head; TRL's fused forward does not count,
-    since ours replaces it.
+    """Whether no forward on the instance would bypass our head; the class's own and TRL's fused
+    forward do not count, since ours replaces them.
     """
-    return "forward" not in vars(module) or is_fused_head(vars(module)["forward"])
+    forward = vars(module).get("forward")
+    return forward is None or is_bound_alone(module) or is_fused_head(forward)
 
 
 def unpatched_heads(model: nn.Module, family: Family) -> dict[str, str]:
@@ -170,9 +171,10 @@ def _runs_another_forward(module: Any) -> bool:
 
 def is_bypassed(module: Any) -> bool:
     """Whether a forward on the instance, such as Liger's fused loss, runs instead of the class's.
-    Those of accelerate, for offloading and mixed precision, call the class's and do not count.
+    Those of accelerate, for offloading and mixed precision, call the class's and do not count, nor
+    does the class's own, see `is_bound_alone`.
     """
-    if "forward" not in vars(module) or hasattr(module, "_hf_hook"):
+    if "forward" not in vars(module) or hasattr(module, "_hf_hook") or is_bound_alone(module):
         return False
     around = getattr(vars(module).get("_original_forward"), "__func__", None)
     return around is not type(module).forward
@@ -192,20 +194,12 @@ def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
                 "apply_patches(model) first, wrap afterwards, or give a family of your own a row "
                 "(docs/adding_a_family.md)"
             )
-        if type(module) in pairs and "forward" in vars(module) and not _is_bound_alone(module):
+        if type(module) in pairs and "forward" in vars(module) and not is_bound_alone(module):
             raise PatchConflict(
                 f"found {where} with a forward of its own instance ({_who(module)}), which would "
                 "bypass the swap; wanted the class's; call apply_patches(model) first, or load "
                 "the model under register_patches()"
             )
-
-
-def _is_bound_alone(module: Any) -> bool:
-    """Whether the forward on the instance is its class's own, which transformers' `kernelize` sets
-    where it has no kernel.
-    """
-    forward = vars(module)["forward"]
-    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
 def _who(module: object) -> str:

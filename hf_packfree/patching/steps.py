@@ -54,6 +54,9 @@ class ClassSwap:
 
     def undo(self) -> None:
         """Restore the module's class, and its forward on the instance."""
+        # ours, which somebody has set on the instance since
+        if is_bound_alone(self.module):
+            del vars(self.module)["forward"]
         self.lift()
         vars(self.module).pop("packfree", None)
         FUSED_HEAD.take(self.module)
@@ -68,6 +71,16 @@ class ClassSwap:
     def restore(self) -> None:
         """Set the module's class to the one after."""
         self.module.__class__ = self.after
+
+
+def is_bound_alone(module: Any) -> bool:
+    """Whether the forward on the instance is its class's own: transformers' `kernelize` sets it
+    where it has no kernel, and TRL, Lightning and accelerate where they set another for a while.
+    """
+    forward = vars(module).get("forward")
+    return (
+        getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    )
 
 
 @runtime_checkable

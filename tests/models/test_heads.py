@@ -391,6 +391,34 @@ def test_patches_can_be_removed_under_a_wrapper_of_the_head():
     assert torch.equal(step(model, batch)[0].loss, wanted[0].loss)
 
 
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_a_head_whose_instance_has_its_classes_own_forward_is_ours(when):
+    """TRL's and Lightning's redirection of a forward, and accelerate's unwrap_model, leave it."""
+    row = row_batch("positions", LENGTHS)
+    batch = {**row.inputs, "labels": row.inputs["input_ids"]}
+    wanted, model = apply_patches(tiny())(**batch).loss, tiny()
+    own = model.forward
+    if when != "after":
+        model.forward = model.forward
+    apply_patches(model)
+    if when != "before":
+        model.forward = model.forward
+    assert torch.equal(model(**batch).loss, wanted)
+    report = patch_report(model)
+    assert not report.left_alone and "Qwen3_5ForCausalLM" in report.swaps
+    assert report.implementations["loss"] == "torch"
+    remove_patches(model)
+    # as it was before
+    assert vars(model).get("forward") == (None if when == "after" else own)
+    assert torch.equal(apply_patches(model)(**batch).loss, wanted)
+
+
+def test_a_word_of_trls_head_says_nothing_to_a_model_without_it():
+    row = row_batch("positions", LENGTHS)
+    batch, model = {**row.inputs, "labels": row.inputs["input_ids"]}, apply_patches(tiny())
+    assert torch.equal(model(**batch, fused_lm_head=True).loss, model(**batch).loss)
+
+
 def test_every_input_format_of_a_row_keeps_its_shape():
     for input_format in ROW_FORMATS:
         batch = row_batch(input_format, LENGTHS)
