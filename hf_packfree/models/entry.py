@@ -15,6 +15,7 @@ from hf_packfree.models.attention import attention_route
 from hf_packfree.models.call import UNPACKED, UNREAD, Call
 from hf_packfree.models.captured_layers import ahead
 from hf_packfree.models.media_keywords import AUDIO_SIZES, SIZES
+from hf_packfree.models.record_checks import check_record
 from hf_packfree.models.rotary import has_fixed_frequencies
 from hf_packfree.models.row_adapters import (
     refuse_prompts_from_above,
@@ -48,7 +49,7 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
             that.
 
     Raises:
-        BoundaryError, BoundaryConflict, CacheConflict: see `read_call`.
+        BoundaryError, BoundaryConflict, CacheConflict: see `read_call` and `check_record`.
         UnsupportedInput: see `check_tree_call`.
     """
     arguments, module = dict(call.arguments), call.module
@@ -81,6 +82,8 @@ def enter(call: Call, *, drop_padding: bool = True) -> Call:
                 state.graphs.leave()
         if trains and isinstance(found, PackedSequence):
             state.graphs.looked_for(found)
+    elif found is not UNPACKED:
+        check_record(call, found, inputs)
     packed: PackedSequence | None = None if found is UNPACKED else found
     if packed is not None and packed.tree is not None:
         check_tree_call(call, packed)

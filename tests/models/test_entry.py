@@ -11,6 +11,7 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from hf_packfree import PackedSequence, apply_patches
+from hf_packfree.errors import BoundaryConflict, BoundaryError
 from hf_packfree.models import entry
 from tests.models.padded import padded_batch
 from tests.support import by_family, slow_decay, tiny
@@ -98,6 +99,34 @@ def test_a_record_that_is_given_is_not_read_again(reads):
     wanted = model(**PACKED).logits
     reads.clear()
     assert torch.equal(model(input_ids=IDS, packed_sequence=packed).logits, wanted) and not reads
+
+
+WRONG_RECORDS = {
+    "too short": (PackedSequence.from_lengths([5, 6]), (1, 12)),
+    "too long": (PackedSequence.from_lengths([5, 8]), (1, 12)),
+    "of a row": (PackedSequence.from_lengths([6, 6]), (2, 6)),
+    "lengths": ([5, 7], (1, 12)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_RECORDS)
+@pytest.mark.parametrize("part", ["head", "text model"])
+def test_a_record_of_another_batch_is_refused(part, case):
+    head, (record, shape) = apply_patches(tiny()), WRONG_RECORDS[case]
+    model = head if part == "head" else head.base_model
+    with pytest.raises(BoundaryError, match="found packed_sequence of .* wanted .* build it by"):
+        model(input_ids=IDS.view(shape), packed_sequence=record)
+
+
+def test_a_record_and_other_keywords_have_to_agree():
+    model, offsets = apply_patches(tiny()), torch.tensor([0, 5, 7, 12], dtype=torch.int32)
+    batch = {"input_ids": IDS, "cu_seq_lens_q": offsets}
+    record = PackedSequence.from_lengths([5, 2, 5])
+    wanted = model(**batch).logits
+    assert torch.equal(model(**batch, packed_sequence=record).logits, wanted)
+    for lengths in ([5, 7], [12], [5, 2, 4, 1]):
+        with pytest.raises(BoundaryConflict, match="packed_sequence and cu_seq_lens_q in disag"):
+            model(**batch, packed_sequence=PackedSequence.from_lengths(lengths))
 
 
 def test_none_for_a_record_is_no_record(reads):
