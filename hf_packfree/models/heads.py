@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
@@ -26,6 +27,7 @@ from hf_packfree.models.labels import (
     IGNORED,
     are_left_pad_tokens,
     kept_targets,
+    own_targets,
     refuse_unshifted,
     row_targets,
     shifted_labels,
@@ -143,7 +145,9 @@ class PackedHead(Head, metaclass=HeadType):
         if call.labels is None:
             return packed, {}
         ignored, kept = call.get("ignore_index", IGNORED), None
-        if call.wants_all_logits:
+        if call.wants_all_logits and self._loss() is ForMaskedLMLoss:
+            targets = own_targets(call, packed, ignored)
+        elif call.wants_all_logits:
             shifted = shifted_labels(call, packed, torch.Size(packed.batch_shape))
             kept = (
                 None if shifted is None else self._with_labelled_padding(shifted, packed, ignored)

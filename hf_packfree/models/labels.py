@@ -97,6 +97,23 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
 
 
 @uncompiled
+def own_targets(call: Call, packed: PackedSequence, ignored: int) -> dict[str, Tensor] | None:
+    """Return the loss's arguments for the row where every token's target is its own label, as in
+    transformers' `ForMaskedLMLoss`; None where labels have another shape, or padding has one:
+    upstream then reads them.
+
+    Raises:
+        UnsupportedInput: packed rows have labels of another shape.
+    """
+    shape = torch.Size(packed.batch_shape)
+    labels = shifted_labels(call.having(shift_labels=call.labels), packed, shape)
+    if labels is None or (packed.plain and targets_on_padding(labels, packed, ignored).numel()):
+        return None
+    row = unpad(labels, packed).masked_fill(~packed.is_real().to(labels.device), ignored)
+    return {"labels": row, "num_items_in_batch": (row != ignored).sum().clamp(min=1)}
+
+
+@uncompiled
 def kept_targets(call: Call, packed: PackedSequence, ignored: int) -> dict[str, Tensor] | None:
     """Return the loss's arguments for the tokens whose logits are kept; `row_targets` is for all
     tokens.

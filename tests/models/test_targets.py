@@ -143,6 +143,27 @@ def test_a_loss_function_of_fixed_arguments_on_a_packed_row():
     assert abs(step(model, batch.inputs)[0].loss.item() / wanted.loss.item() - 1) <= LOSS_TOL
 
 
+@pytest.mark.parametrize("rows", ["packed", "left", "right", "labels on padding"])
+@pytest.mark.parametrize("options", [{}, {"unpacked": "native"}], ids=str)
+def test_a_loss_whose_targets_are_every_tokens_own_labels(options, rows):
+    """transformers' of masked language modelling, first tokens of documents included."""
+    model, batch = tiny(), padded_batch("left" if rows == "left" else "right")
+    model.loss_type = "ForMaskedLM"
+    real = batch["attention_mask"].bool()
+    own = batch["input_ids"].masked_fill(~real & (rows != "labels on padding"), IGNORED)
+    wanted, wanted_grads = step(model, {**batch, "labels": own})
+    if rows == "packed":
+        lengths = real.sum(1).tolist()
+        batch = {
+            "input_ids": batch["input_ids"][real][None],
+            "position_ids": torch.cat([torch.arange(one) for one in lengths])[None],
+        }
+        own = own[real][None]
+    found, grads = step(apply_patches(model, **options), {**batch, "labels": own})
+    assert abs(found.loss.item() / wanted.loss.item() - 1) <= LOSS_TOL
+    assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_loss_functions_get_no_word_of_ours(packed):
     model, names = apply_patches(tiny()), []
