@@ -14,7 +14,13 @@ import transformers
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    DefaultDataCollator,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_packfree import PackFreeCallback, apply_patches, patch_report
 from hf_packfree.errors import LeakDetected, PatchConflict
@@ -375,6 +381,36 @@ def test_it_warns_of_rows_that_say_nothing_of_their_documents(packing, warns, ca
     vars(arguments).update(packing=True, **packing)
     PackFreeCallback().on_init_end(arguments, None, None, model=tiny())
     assert ("found packing_strategy='wrapped'" in caplog.text) == warns
+
+
+FLAT = DataCollatorWithFlattening
+
+
+@pytest.mark.parametrize(
+    ("column", "collator", "said"),
+    [
+        ("labels", FLAT(), None),
+        ("labels", FLAT(return_position_ids=False, return_seq_idx=True), None),
+        ("labels", FLAT(return_position_ids=False, return_flash_attn_kwargs=True), None),
+        ("labels", FLAT(return_position_ids=False), "with return_position_ids=False"),
+        ("seq_lengths", FLAT(), "that drops it"),
+        ("seq_lengths", DefaultDataCollator(), "that drops it"),
+        ("seq_lengths", lambda rows: rows[0], None),
+    ],
+)
+def test_it_warns_of_documents_that_the_collator_does_not_tell_apart(
+    column, collator, said, tmp_path, caplog
+):
+    rows = SimpleNamespace(column_names=["input_ids", column], __len__=lambda: 0)
+    Trainer(
+        tiny(),
+        arguments(tmp_path),
+        train_dataset=rows,
+        data_collator=collator,
+        callbacks=[PackFreeCallback()],
+    )
+    found = [one for one in caplog.messages if "so that they read each other" in one]
+    assert len(found) == (said is not None) and all(said in one for one in found)
 
 
 def test_evaluation_and_saving(tmp_path):

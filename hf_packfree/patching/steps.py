@@ -78,9 +78,7 @@ def is_bound_alone(module: Any) -> bool:
     where it has no kernel, and TRL, Lightning and accelerate where they set another for a while.
     """
     forward = vars(module).get("forward")
-    return (
-        getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
-    )
+    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
 @runtime_checkable

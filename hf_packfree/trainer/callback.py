@@ -38,6 +38,7 @@ from hf_packfree.patching.apply import patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.options import Options
 from hf_packfree.patching.report import patch_report
+from hf_packfree.trainer.silent_rows import warn_of_rows_without_boundaries
 from hf_packfree.trainer.training_run import TrainingRun
 from hf_packfree.trainer.waits import (
     copy_without_waiting,
@@ -155,7 +156,7 @@ class PackFreeCallback(TrainerCallback):
             )
         if (trainer := trainer_of(args)) is not None:
             copy_without_waiting(trainer)
-        _warn_of_rows_without_boundaries(args)
+        warn_of_rows_without_boundaries(args, trainer)
         _warn_of_noise(args)
         if ranks is not None:
             leave_rows_whole(kwargs["model"])
@@ -280,17 +281,6 @@ def _autocast_in_force() -> torch.dtype | None:
 
 def _named(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
-
-
-def _warn_of_rows_without_boundaries(args: Any) -> None:
-    """Warn of TRL's rows that mix documents, which nothing that the model gets tells apart."""
-    if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
-        logger.warning(
-            "found packing_strategy='wrapped', whose rows are cut from the text of all documents "
-            "and say nothing of where these start, so that they read each other; wanted documents "
-            "apart; set packing_strategy='bfd', or 'bfd_split', which keeps the ends of documents "
-            "longer than max_length"
-        )
 
 
 def _warn_of_noise(args: Any) -> None:

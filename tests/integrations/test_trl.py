@@ -139,6 +139,20 @@ def test_packing_keeps_documents_apart(strategy, same_gradients, tmp_path):
     same_gradients(found, per_document(tiny(), steps), per_document(tiny(), whole_rows))
 
 
+@pytest.mark.parametrize("free", [True, False])
+def test_rows_packed_beforehand(free, caplog, tmp_path):
+    """Without `padding_free` TRL's collator drops their documents' lengths, which a warning says."""
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    texts = [d.tolist() for d in documents(LENGTHS)]
+    rows = pack_dataset(Dataset.from_dict({"input_ids": texts, "labels": texts}), 140, "bfd")
+    trainer, found = sft(tmp_path, rows[:], padding_free=free)
+    error = worst(found, per_document(tiny(), documents_of(trainer)))
+    assert ("found rows of several documents" in caplog.text) == (not free)
+    assert error <= GRADIENT_TOL if free else error >= CONTROL * GRADIENT_TOL
+
+
 @integration(
     "TRL SFTTrainer",
     "`packing=True`, `wrapped`",

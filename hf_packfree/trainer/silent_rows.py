@@ -1,0 +1,55 @@
+"""Warnings of a Trainer whose rows hold several documents, and which hands the model nothing that
+tells them apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import DataCollatorWithFlattening, Trainer
+
+logger = logging.getLogger("hf_packfree")
+_WORDS = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
+
+
+def warn_of_rows_without_boundaries(args: Any, trainer: Trainer | None) -> None:
+    """Warn of rows that mix documents: TRL's wrapped ones, rows packed beforehand whose lengths the
+    collator drops, and flattened rows without a word of their documents.
+    """
+    if getattr(args, "packing", False) and getattr(args, "packing_strategy", None) == "wrapped":
+        logger.warning(
+            "found packing_strategy='wrapped', whose rows are cut from the text of all documents "
+            "and say nothing of where these start, so that they read each other; wanted documents "
+            "apart; set packing_strategy='bfd', or 'bfd_split', which keeps the ends of documents "
+            "longer than max_length"
+        )
+    collator = getattr(trainer, "data_collator", None)
+    columns = getattr(getattr(trainer, "train_dataset", None), "column_names", None) or ()
+    # where TRL's `pack_dataset` keeps the lengths of a row's documents
+    if "seq_lengths" in columns and _drops_lengths(collator):
+        logger.warning(
+            "found rows of several documents, by the data set's column seq_lengths, and a %s that "
+            "drops it, so that they read each other; wanted documents apart; set padding_free=True "
+            "in TRL's SFTConfig, or pass the documents before they were packed",
+            type(collator).__name__,
+        )
+    if isinstance(collator, DataCollatorWithFlattening) and _says_nothing(collator):
+        logger.warning(
+            "found a %s with return_position_ids=False, whose rows say nothing of where documents "
+            "start, so that they read each other; wanted documents apart; leave it out, or set "
+            "return_seq_idx=True or return_flash_attn_kwargs=True",
+            type(collator).__name__,
+        )
+
+
+def _drops_lengths(collator: Any) -> bool:
+    """Whether a collator of TRL's or transformers' drops the lengths of a row's documents."""
+    # TRL's reads them to make positions
+    if getattr(collator, "padding_free", False) or getattr(collator, "return_position_ids", False):
+        return isinstance(collator, DataCollatorWithFlattening)
+    return type(collator).__module__.split(".")[0] in ("transformers", "trl")
+
+
+def _says_nothing(collator: DataCollatorWithFlattening) -> bool:
+    return not any(getattr(collator, name, False) for name in _WORDS)
