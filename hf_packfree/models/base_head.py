@@ -5,6 +5,7 @@ row.
 from __future__ import annotations
 
 import functools
+from inspect import signature
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class Head(Replacement):
             return self._forward_as_row(upstream.forward, Call(self, arguments))
 
         functools.update_wrapper(forward, upstream.forward)
+        # accelerate's unwrap_model follows `__wrapped__` to the end, and would find upstream's
+        vars(forward)["__signature__"] = signature(vars(forward).pop("__wrapped__"))
         replaced: Any = cls
         # a class that FSDP2 derives inherits verl's forward, which assigning ours would forget; see
         # `HeadType`

@@ -9,6 +9,8 @@ import types
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import DataCollatorWithFlattening
 from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -411,6 +413,22 @@ def test_a_head_whose_instance_has_its_classes_own_forward_is_ours(when):
     # as it was before
     assert vars(model).get("forward") == (None if when == "after" else own)
     assert torch.equal(apply_patches(model)(**batch).loss, wanted)
+
+
+def test_a_head_is_ours_after_accelerate_took_its_autocast_off():
+    """unwrap_model takes one wrapper off after the other, of whatever has `__wrapped__`."""
+    row, model = row_batch("positions", LENGTHS), apply_patches(tiny())
+    batch = {**row.inputs, "labels": row.inputs["input_ids"]}
+    wanted = model(**batch).loss
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        prepared = accelerator.prepare(model)
+        assert prepared(**batch).loss != wanted, "under autocast"
+        model = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    finally:
+        AcceleratorState._reset_state(True)
+    assert torch.equal(model(**batch).loss, wanted)
+    assert not patch_report(model).left_alone
 
 
 def test_a_word_of_trls_head_says_nothing_to_a_model_without_it():
