@@ -29,7 +29,15 @@ from hf_packfree.patching.plan import op_sizes, plan_swaps, trunks
 from hf_packfree.patching.registry import family_of
 from hf_packfree.patching.selfcheck import check_release
 from hf_packfree.patching.selfcheck_unlisted import check_unlisted
-from hf_packfree.patching.steps import Change, ClassSwap, additions, carry_out, lifted, undo
+from hf_packfree.patching.steps import (
+    Change,
+    ClassSwap,
+    additions,
+    carry_out,
+    is_bound_alone,
+    lifted,
+    undo,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
 _one_at_a_time = threading.RLock()
@@ -218,6 +226,7 @@ def _swaps_in_force(model: nn.Module) -> list[ClassSwap]:
         before = originals.get(type(module)) or users_class(type(module))
         # a wrapped head knows it was removed
         bypassed = "forward" in vars(module) and not isinstance(module, tuple(heads))
+        bypassed = bypassed and not is_bound_alone(module)
         if before is None or bypassed:
             raise PatchConflict(
                 f"found {name or 'the model itself'} wrapped since it was patched "

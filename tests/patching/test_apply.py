@@ -164,6 +164,17 @@ def test_kernelize_leaves_no_obstacle_and_finds_no_patched_layer():
     assert vars(layer)["forward"].__func__ is type(layer).forward, "exactly what was there"
 
 
+@pytest.mark.parametrize("where", ["", "model", "model.layers.0.linear_attn"])
+def test_our_own_forward_on_an_instance_is_no_obstacle_to_removing(where):
+    """A redirection of a forward puts back what it read, as an attribute."""
+    model = apply_patches(tiny())
+    module = model.get_submodule(where)
+    module.forward = module.forward
+    assert patch_report(remove_patches(model)).patched is False and "forward" not in vars(module)
+    ids = torch.arange(2, 9)[None]
+    assert torch.equal(model(input_ids=ids).logits, tiny()(input_ids=ids).logits)
+
+
 @pytest.mark.parametrize("model", [None, "qwen3_5", 7])
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(
