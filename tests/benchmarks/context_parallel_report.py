@@ -55,7 +55,6 @@ def every(folder: Path = FOLDER) -> dict[str, str]:
     nothing was measured.
     """
     others = {
-        "fsdp2": fsdp2,
         "step-to-step": step_to_step,
         "trainer": trainer,
         "curves": curves,
@@ -69,6 +68,7 @@ def every(folder: Path = FOLDER) -> dict[str, str]:
         f"{MARK}-{name}": "\n".join(map(make, sorted(folder.glob(f"*-x2-{name}*.jsonl"))))
         for name, make in others.items()
     }
+    found[f"{MARK}-fsdp2"] = fsdp2(sorted(folder.glob("*-x2-fsdp2*.jsonl"), key=_run))
     measured = (gradients(path) for path in sorted(folder.glob("*-x2-context-parallel*.jsonl")))
     return found | {f"{MARK}-gradients": "\n".join(filter(None, measured))}
 
@@ -214,44 +214,62 @@ def _predicted(row: dict[str, Any], measured: dict[str, Any]) -> str:
     return f"{row['ms']:,.0f} ms ({100 * (row['ms'] / measured['ms'] - 1):+.1f}%)"
 
 
-def fsdp2(path: Path) -> str:
-    """Return the table of whole steps under FSDP2; columns of which nothing was run are left out."""
+def _run(path: Path) -> tuple[str, int]:
+    """Return the day of a file, and its number on that day: without one, the first."""
+    day, _, number = path.stem[:10], *path.stem.rpartition("fsdp2")[1:]
+    return day, int(number.strip("-") or 1)
+
+
+def fsdp2(paths: Sequence[Path]) -> str:
+    """Return the tables of whole steps under FSDP2, a line for each run, and DDP's; columns of
+    which nothing was run are left out.
+    """
     titles = {
-        "2b-32k-fsdp2": "full training, 32,768 tokens a rank",
-        "2b-8k-fsdp2": "full training, 8,192 tokens a rank",
+        "2b-32k-fsdp2": "Full training, 32,768 tokens a rank",
+        "2b-8k-fsdp2": "Full training, 8,192 tokens a rank",
         "2b-32k-lora-fsdp2": "LoRA r=16, 32,768 tokens a rank",
         "2b-8k-lora-fsdp2": "LoRA r=16, 8,192 tokens a rank",
     }
+    runs = {path: _rows(path) for path in paths}
+    text = [table for work, title in titles.items() for table in _sharded(work, title, runs)]
+    return "\n".join([*text, *(line for path, rows in runs.items() for line in _ddp(path, rows))])
+
+
+def _sharded(work: str, title: str, runs: dict[Path, Rows]) -> list[str]:
+    """Return the lines of one workload's table."""
+    kept = "groups of 2, 11 and 11 layers, weights kept"
     names = {
         "transformers, packed": "unpatched packed",
         "composed by hand": "composed without packfree",
         "packfree": "packfree",
-        "packfree, CUDA graphs": "packfree, CUDA graphs",
-        "groups of 4 layers, weights kept": "packfree, wrapped: groups of 4 layers, weights kept",
-        "groups of 2, 11 and 11, kept": (
-            "packfree, wrapped: groups of 2, 11 and 11 layers, weights kept"
-        ),
-        "groups of 2, 11 and 11, kept, CUDA graphs": (
-            "packfree, CUDA graphs, wrapped: groups of 2, 11 and 11 layers, weights kept"
-        ),
+        "with CUDA graphs": "packfree, CUDA graphs",
+        "groups of 4, kept": "packfree, wrapped: groups of 4 layers, weights kept",
+        "groups of 2, 11, 11, kept": f"packfree, wrapped: {kept}",
+        "those, graphs": f"packfree, CUDA graphs, wrapped: {kept}",
         "frozen weights whole": "packfree, wrapped: frozen weights whole",
-        "frozen weights whole, CUDA graphs": "packfree, CUDA graphs, wrapped: frozen weights whole",
+        "those whole, graphs": "packfree, CUDA graphs, wrapped: frozen weights whole",
         "packfree, one GPU, bf16 weights": "packfree, one GPU",
     }
-    rows = _rows(path)
-    timed = {name for _, name in rows}
-    names = {column: name for column, name in names.items() if name in timed}
-    body = [
-        f"| {title} | {' | '.join(_cell(rows.get((work, name), {})) for name in names.values())} |"
-        for work, title in titles.items()
-        if any((work, name) in rows for name in names.values())
-    ]
-    head = ("2B shape, FSDP2 over two, whole step", *names)
-    made = caption(path, "fp32 shards, bf16 compute, gradients reduced in fp32")
-    return "\n".join([made, "", *as_table(head, body), "", *_ddp(rows)])
+    columns = {
+        column: name
+        for column, name in names.items()
+        if any((work, name) in rows for rows in runs.values())
+    }
+    body = []
+    for path, rows in runs.items():
+        cells = [_cell(rows.get((work, name), {})) for name in columns.values()]
+        if any(cells):
+            body.append(f"| {_host(path)} | {' | '.join(cells)} |")
+    return [*as_table((title, *columns), body), ""]
 
 
-def _ddp(rows: Rows) -> list[str]:
+def _host(path: Path) -> str:
+    about = next(line for line in read_lines(path) if line["workload"] == "machine")
+    (day, number), (kind, *_) = _run(path), about["machine"].removeprefix("NVIDIA ").split()
+    return f"{kind}s, {day}{f' ({number})' if number > 1 else ''}"
+
+
+def _ddp(path: Path, rows: Rows) -> list[str]:
     """Return the lines of a table of DDP's steps, with CUDA graphs and without: times alone, for the
     peak of what is allocated has nothing of a graph's memory.
     """
@@ -272,7 +290,8 @@ def _ddp(rows: Rows) -> list[str]:
         if "ms" in found[0]:
             times = (f"{row['ms']:,.0f} ms" if "ms" in row else "" for row in found)
             body.append(f"| {title} | {' | '.join(times)} |")
-    return [*as_table(("2B shape, DDP over two, autocast", *ways), body), ""] if body else []
+    head = f"DDP over two, autocast, {_host(path)}", *ways
+    return [*as_table(head, body), ""] if body else []
 
 
 def step_to_step(path: Path) -> str:
