@@ -4,9 +4,10 @@ row.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from inspect import signature
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,9 @@ class Head(Replacement):
         functools.update_wrapper(forward, upstream.forward)
         # accelerate's unwrap_model follows `__wrapped__` to the end, and would find upstream's
         vars(forward)["__signature__"] = signature(vars(forward).pop("__wrapped__"))
+        # names in annotations are upstream's; some a type checker alone imports
+        with contextlib.suppress(NameError):
+            forward.__annotations__ = get_type_hints(upstream.forward)
         replaced: Any = cls
         # a class that FSDP2 derives inherits verl's forward, which assigning ours would forget; see
         # `HeadType`
