@@ -31,7 +31,7 @@ from hf_packfree.patching.apply import patch, remove_patches
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.mtp_head import add_while_loading
 from hf_packfree.patching.options import Options
-from hf_packfree.patching.plan import head_swap, unpatched_heads
+from hf_packfree.patching.plan import head_swap, refuse_lost_boundaries, unpatched_heads
 from hf_packfree.patching.registry import FAMILIES, family_of
 from hf_packfree.patching.steps import ClassSwap, carry_out
 
@@ -182,6 +182,7 @@ def _swap_around(
     if family is None or submodule is None:
         return
     if (state := find_state(submodule)) is not None:
+        refuse_lost_boundaries(module, family)
         towers, head = family.tower_pairs(), head_swap(module, family.head_pairs())
         after = {part: towers[type(part)] for part in module.modules() if type(part) in towers}
         around = next(

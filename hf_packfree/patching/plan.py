@@ -13,6 +13,7 @@ from hf_packfree.models.attention_interface import refuse_what_it_cannot_serve
 from hf_packfree.models.base import Replacement, contract_violations, kinds_of_layers
 from hf_packfree.models.fused_head import is_fused_head
 from hf_packfree.models.heads import PackedHead
+from hf_packfree.models.record_head import RecordHead
 from hf_packfree.models.rotary import check_rope_type
 from hf_packfree.models.row_adapters import refuse_adapters_of_rows
 from hf_packfree.models.subclassed import in_front_of
@@ -27,6 +28,10 @@ _LEFT_ALONE = (
     "predict the next one's first, unless that label is -100, as transformers' "
     "DataCollatorWithFlattening sets it; padding must have nothing to predict"
 )
+_LOSES = (
+    "it runs a forward of its own, and transformers' hands no boundaries on to the text model: "
+    "documents of packed rows read each other, unless this one hands position_ids on"
+)
 
 
 def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
@@ -35,7 +40,8 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
     Raises:
         UnsupportedModel: `model` holds no text model, or a text model that would not keep documents
             apart; the rotary embedding is of unknown type; or PEFT adapters work on whole rows.
-        PatchConflict: other code already changed a module that has to be swapped.
+        PatchConflict: other code already changed a module that has to be swapped, or boundaries
+            would be lost on their way to the text model.
         ContractError: a layer is missing, or is not what the family's checkpoints hold.
         BackendUnavailable: the model's attention implementation is not known to keep documents
             apart.
@@ -48,6 +54,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
             f"{', '.join(row.name for row in FAMILIES)}; `packfree models` shows the table"
         )
     refuse_adapters_of_rows(model)
+    refuse_lost_boundaries(model, family)
     pairs, optional = family.pairs(), family.optional_swaps()
     needed = {before: after for before, after in pairs.items() if before not in optional}
     _check_seams(model, needed)
@@ -161,8 +168,39 @@ def unpatched_heads(model: nn.Module, family: Family) -> dict[str, str]:
     """
     pairs: dict[Any, Any] = family.head_pairs()
     heads = tuple(before for before, ours in pairs.items() if issubclass(ours, PackedHead))
+    losing = tuple(_losing_heads(family))
     found = (module for module in model.modules() if isinstance(module, heads))
-    return {type(module).__name__: _LEFT_ALONE for module in found if _runs_another_forward(module)}
+    return {
+        type(module).__name__: _LOSES if isinstance(module, losing) else _LEFT_ALONE
+        for module in found
+        if _runs_another_forward(module)
+    }
+
+
+def refuse_lost_boundaries(model: nn.Module, family: Family) -> None:
+    """Refuse heads that would stay unpatched and hand no boundaries on to their text model.
+
+    Raises:
+        PatchConflict: there is such a head.
+    """
+    pairs = _losing_heads(family)
+    for module in model.modules():
+        before: Any = next((head for head in pairs if isinstance(module, head)), None)
+        if before is None or isinstance(module, Replacement) or head_swap(module, pairs):
+            continue
+        raise PatchConflict(
+            f"found a {type(module).__name__} with a forward of its own, and transformers' forward "
+            f"of {before.__name__} hands no boundaries on to the text model: packed rows would "
+            "leak; wanted the class's own forward, in which they are handed on here; call "
+            "apply_patches(model) before something wraps it, or, if yours hands position_ids on, "
+            f"apply_patches(model.{before.base_model_prefix})"
+        )
+
+
+def _losing_heads(family: Family) -> dict[type[nn.Module], type[nn.Module]]:
+    """Return {upstream's class: ours} for heads whose upstream forward hands no boundaries on."""
+    pairs = family.head_pairs().items()
+    return {before: ours for before, ours in pairs if issubclass(ours, RecordHead)}
 
 
 def _runs_another_forward(module: Any) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_packfree import PackedSequence, apply_patches
+from hf_packfree import PackedSequence, apply_patches, patch_report, register_patches
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedInput
 from hf_packfree.models.context_parallel import resolve_ways
 from hf_packfree.models.mamba2 import PackedMamba2
@@ -68,6 +68,42 @@ def test_a_head_that_hands_nothing_on():
     assert abs(found.item() / wanted.item() - 1) <= LOGIT_TOL
     assert relative_rms(model.backbone(**batch.inputs).last_hidden_state, hidden) <= LOGIT_TOL
     assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), text)
+
+
+def with_forward(where):
+    """Pure Mamba-2 whose head has a forward of its own, which hands nothing on either."""
+    model = tiny("mamba2")
+    forward = type(model).forward
+    if where == "on the instance":
+        model.forward = lambda *args, **kwargs: forward(model, *args, **kwargs)
+    else:
+        own = {"forward": lambda self, *args, **kwargs: forward(self, *args, **kwargs)}
+        model.__class__ = type("Mine", (type(model),), own)
+    return model
+
+
+@pytest.mark.skipif("mamba2" not in NAMES, reason="this transformers has no Mamba-2 to pack")
+@pytest.mark.parametrize("where", ["on the instance", "of its class"])
+def test_a_head_with_a_forward_of_its_own_would_lose_the_boundaries(where):
+    model, batch = with_forward(where), row_batch("positions", ROW)
+    hidden = torch.cat([model.backbone(one[None]).last_hidden_state for one in batch.documents], 1)
+    with pytest.raises(PatchConflict, match=r"would leak; .* apply_patches\(model.backbone\)"):
+        apply_patches(model)
+    assert not patch_report(model).patched
+    # as a forward that hands them on calls it
+    apply_patches(model.backbone)
+    assert relative_rms(model.backbone(**batch.inputs).last_hidden_state, hidden) <= LOGIT_TOL
+
+
+@pytest.mark.skipif("mamba2" not in NAMES, reason="this transformers has no Mamba-2 to pack")
+def test_such_a_head_is_refused_while_it_is_built_and_named_where_it_comes_later():
+    kind = type(with_forward("of its class"))
+    with register_patches(), pytest.raises(PatchConflict, match="found a Mine with a forward"):
+        kind(by_family["mamba2"].tiny_config())
+    model = apply_patches(tiny("mamba2"))
+    model.forward = lambda *args, **kwargs: None
+    (said,) = patch_report(model).left_alone.values()
+    assert "documents of packed rows read each other" in said
 
 
 @pytest.mark.compat(kernels=False)
