@@ -20,7 +20,7 @@ from torch.autograd import Function
 from hf_packfree.graphs.captured_sequence import NotCapturable
 from hf_packfree.graphs.gradient_buffers import GradientBuffers, borrowed
 from hf_packfree.graphs.parts import CapturedPart, gradients, inputs_of, nodes_of, parts_of
-from hf_packfree.graphs.replayed_row import Row, refuse_changed, refuse_second, states_of
+from hf_packfree.graphs.replayed_row import Row, States, refuse_changed, refuse_second, states_of
 from hf_packfree.graphs.settings import Places, places_of, weights_at
 from hf_packfree.once_differentiable import once_differentiable
 
@@ -124,6 +124,7 @@ class Graph:
         layers: at whose inputs the backward pass is cut, see `parts_of`.
         weights: all that the body reads, frozen ones, too; a backward pass is refused if they
             changed since its forward pass, as autograd refuses it.
+        put_back: those of them of which only a move counts, see `states_of`.
     """
 
     def __init__(
@@ -136,11 +137,13 @@ class Graph:
         kept: Any = None,
         layers: Sequence[nn.Module] = (),
         weights: Sequence[Tensor] = (),
+        put_back: Sequence[Tensor] = (),
     ) -> None:
         # the pool, too: its stream has the memory of cuBLAS's workspaces
         self.kept = kept, pool
         self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
         self.parameters, self.weights = tuple(parameters), tuple(weights)
+        self._put_back = {id(x) for x in put_back}
         self.parts: list[CapturedPart] = []
         self._row: Any = lambda: None
         with torch.cuda.device_of(self.inputs[0]):
@@ -215,7 +218,7 @@ class Graph:
         """Return a copy of the function's value after `launch` with the same inputs, and its place
         in autograd, which takes the host time for every parameter: the GPU runs meanwhile.
         """
-        row = Row(len(self.parts), self.out.clone(), states_of(self.weights))
+        row = Row(len(self.parts), self.out.clone(), self.states())
         self._row = weakref.ref(row)
         leaves = self._leaves(inputs, self.parameters)
         link: Any = None
@@ -224,6 +227,10 @@ class Graph:
             its = (leaves[leaf] for leaf in self.parts[number].leaves)
             link = _Replay.apply(self, row, number, link, *its)
         return link  # type: ignore[no-any-return]
+
+    def states(self) -> States:
+        """See `states_of`."""
+        return states_of(self.weights, self._put_back)
 
     def _run_forward(self) -> None:
         with torch.cuda.device_of(self.out):
@@ -349,7 +356,7 @@ class _Replay(Function):
         if row.left != len(ctx.graph.parts) - number:
             refuse_second()
         if number == 0:
-            refuse_changed(ctx.graph.weights, row.weights)
+            refuse_changed(ctx.graph.weights, row.weights, ctx.graph.states())
         row.left -= 1
         d_link = d_out.new_empty(0) if ctx.is_linked else None
         return None, None, None, d_link, *ctx.graph.run_backward(number, d_out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -38,19 +38,25 @@ def refuse_second() -> NoReturn:
     )
 
 
-def states_of(weights: Sequence[Tensor]) -> States:
-    """Return what changes if a weight is changed in place, or moved."""
-    return [(x._version, x.data_ptr()) for x in weights]
+def states_of(weights: Sequence[Tensor], put_back: Container[int] = ()) -> States:
+    """Return what changes if a weight is changed in place, or moved; of those whose `id` is in
+    `put_back`, see `settings.put_back`, only if it is moved: a graph keeps what the adapters made
+    of them, as autograd does.
+    """
+    return [(0 if id(x) in put_back else x._version, x.data_ptr()) for x in weights]
 
 
-def refuse_changed(weights: Sequence[Tensor], before: States) -> None:
+def refuse_changed(weights: Sequence[Tensor], before: States, after: States) -> None:
     """Refuse a backward pass, which would multiply by other weights than its forward pass did, or
     read memory that was freed.
+
+    Args:
+        before, after: see `states_of`.
 
     Raises:
         RuntimeError: a weight changed.
     """
-    for weight, now, then in zip(weights, states_of(weights), before, strict=True):
+    for weight, then, now in zip(weights, before, after, strict=True):
         if now != then:
             raise RuntimeError(
                 f"found a weight of shape {tuple(weight.shape)} that was changed between the "

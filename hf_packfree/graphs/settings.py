@@ -28,6 +28,7 @@ LONGEST = 16384
 """
 WEIGHTS = (Tensor, nn.Parameter)
 _IN_4_BITS = "bitsandbytes.nn.modules", "Params4bit"
+_ON_A_PARAMETER = "peft.tuners.lora.layer", "ParamWrapper"
 
 
 class Settings:
@@ -175,6 +176,20 @@ def read_places(module: nn.Module) -> Places:
     ]
 
 
+def put_back(module: nn.Module) -> list[Tensor]:
+    """Return the weights of which torch counts a new version in every forward pass, without another
+    value: PEFT adds adapters of parameters (`target_parameters`) to them, and then puts them back.
+    """
+    parts: list[Any] = [part for part in module.modules() if _is_one(part, _ON_A_PARAMETER)]
+    added = (part for part in parts if not (part.disable_adapters or part.merged))
+    return [part.get_param() for part in added if {*part.active_adapters} & {*part.lora_A}]
+
+
+def _is_one(thing: object, kind: tuple[str, str]) -> bool:
+    """Whether an object is of the class of that module and name."""
+    return (type(thing).__module__, type(thing).__name__) == kind
+
+
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
@@ -221,7 +236,7 @@ def why_not(module: nn.Module) -> str | None:
     for name, part in parts:
         own = chain(part._parameters.values(), part._buffers.values())
         for x in (x for x in own if x is not None):
-            if type(x) not in WEIGHTS and (type(x).__module__, type(x).__name__) != _IN_4_BITS:
+            if type(x) not in WEIGHTS and not _is_one(x, _IN_4_BITS):
                 return f"{name} holds a {type(x).__name__}"
             devices.add(x.device)
     if len(devices) > 1 or any(device.type != "cuda" for device in devices):

@@ -14,7 +14,7 @@ from hf_packfree.graphs.capture import Graph, Pool, in_the_place_of
 from hf_packfree.graphs.captured_sequence import CapturedSequence
 from hf_packfree.graphs.copies import Copies
 from hf_packfree.graphs.parts import layers_to_cut_at
-from hf_packfree.graphs.settings import Settings, read_weights, why_not
+from hf_packfree.graphs.settings import Settings, put_back, read_weights, why_not
 from hf_packfree.ops.rounded_weights import RoundedWeights
 from hf_packfree.ops.seeds import Seeds
 from hf_packfree.packing import PackedSequence
@@ -100,4 +100,4 @@ class Whole:
             # the backward graph reads plans, weights and seeds, too
             kept = self.settings, packed, rounded, self.seeds
             cuts = layers_to_cut_at(trunk)
-            return Graph(body, inputs, parameters, pool, read, kept, cuts, weights)
+            return Graph(body, inputs, parameters, pool, read, kept, cuts, weights, put_back(trunk))

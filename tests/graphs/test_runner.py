@@ -42,6 +42,7 @@ from tests.support import (
     GRADIENT_TOL,
     LOGIT_TOL,
     checkpoint_layers,
+    gradients,
     relative_rms,
     runner_of,
     tiny,
@@ -242,6 +243,43 @@ def test_a_weight_that_changed_before_the_backward_pass_is_refused(model, change
         change(weight)
     with pytest.raises(RuntimeError, match=r"found a weight of shape .* that was changed between"):
         out.sum().backward()
+
+
+@needs("peft")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("changes", [False, True])
+def test_weights_that_experts_adapters_put_back_did_not_change(changes):
+    """In every forward pass, such as an evaluation before the backward pass; others may change."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(cuda_graphs):
+        torch.manual_seed(0)
+        model = apply_patches(tiny("qwen3_5_moe"), cuda_graphs=cuda_graphs)
+        config = LoraConfig(
+            r=2,
+            target_modules=["o_proj"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            init_lora_weights=False,
+        )
+        return model, get_peft_model(model, config)
+
+    found = []
+    for model, peft in (adapted("auto"), adapted("never")):
+        for _ in range(3):
+            peft.zero_grad()
+            out = hidden(model, ROWS[0])[..., ::3].square().sum()
+            with torch.no_grad():
+                hidden(model, ROWS[1])
+            if changes and runner_of(model).replayed:
+                with torch.no_grad():
+                    model.model.layers[3].self_attn.k_proj.weight.mul_(2)
+                with pytest.raises(RuntimeError, match=r"weight of shape \(32, 64\) that was"):
+                    out.backward()
+                return
+            out.backward()
+        found.append(gradients(model))
+        assert runner_of(model).replayed == (2 if len(found) == 1 else 0)
+    assert all(relative_rms(found[0][name], found[1][name]) < GRADIENT_TOL for name in found[1])
 
 
 def test_a_row_on_another_stream_waits_for_the_one_before(model, monkeypatch):
