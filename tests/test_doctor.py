@@ -446,6 +446,8 @@ def test_ranks_are_said_to_share_what_patching_lets_them_share_alone(family):
 def test_which_linear_layers_are_fused_is_the_familys(family, said):
     (plan,) = find_plans(family, "")
     assert said in plan.linear
+    called = plan.linear.startswith("linear layers are called as they are here, in PyTorch; with")
+    assert called == (plan.packed.get("fused") == "torch" and "none is fused" not in said)
     # as the report says it of a model
     report = str(patch_report(apply_patches(tiny(family))))
     assert (plan.linear in report) == (family in ("gemma2", "gpt_oss"))

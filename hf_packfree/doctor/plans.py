@@ -44,7 +44,7 @@ class Plan:
         called: {kind of adapter: number of projections with it}, for adapters that are not fused,
             so that PEFT's forward runs; see `PatchReport`.
         linear: for one model, in which dtypes its linear layers are fused, and how to get them
-            fused otherwise.
+            fused otherwise; and whether no kernel here fuses them.
     """
 
     name: str
@@ -179,6 +179,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
 
     from hf_packfree.doctor.precision import linear_layers
     from hf_packfree.models.state import find_state
+    from hf_packfree.ops.table import OPS
     from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.patching.plan import op_sizes, ops_of
     from hf_packfree.patching.registry import family_of
@@ -204,7 +205,11 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         unpacked,
         media,
     )
-    return replace(plan, called=called, linear=linear_layers(config, family))
+    linear = linear_layers(config, family)
+    fused = any(OPS[op].linear_layers and name != "torch" for op, name in plan.packed.items())
+    if family.fused_parts and not fused:
+        linear = f"linear layers are called as they are here, in PyTorch; with kernels {linear}"
+    return replace(plan, called=called, linear=linear)
 
 
 def _config_of(model: str) -> Any:
