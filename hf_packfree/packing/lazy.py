@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default}
 _DETACH = _aten.detach_.default
 _VIEW = _aten.view.default
-_CAST = _aten._to_copy.default
+CAST = _aten._to_copy.default
 _CLONE = _aten.clone.default
 
 
@@ -98,7 +98,19 @@ class Origin:
 
     def cast(self, dtype: torch.dtype) -> Origin:
         """Return a source of these values in another dtype, which computes them anew."""
-        return Origin(self.shape, dtype, self.device, lambda: self.make().to(dtype), cast_of=self)
+        made = Origin(self.shape, dtype, self.device, lambda: self.make().to(dtype), cast_of=self)
+        made.onward = self.onward
+        return made
+
+    @property
+    def not_widened(self) -> Origin:
+        """The source that this one is a cast to a wider dtype of, or else this one: what computes
+        in fp32 gets the same from both.
+        """
+        before = self.cast_of
+        if before is None or torch.promote_types(before.dtype, self.dtype) != self.dtype:
+            return self
+        return before
 
 
 class LazyTensor(Tensor):
@@ -226,7 +238,7 @@ def _copies_unread(func: Any, args: Any) -> bool:
     With parameters that may be unused, DDP clones all outputs, with their graph. A clone without a
     graph is made to keep the values, and so reads them.
     """
-    if func is not _CAST and (func is not _CLONE or not args[0].requires_grad):
+    if func is not CAST and (func is not _CLONE or not args[0].requires_grad):
         return False
     return args[0].source.values is None
 

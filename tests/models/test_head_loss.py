@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.ops.loss import logits
 from hf_packfree.packing.lazy import LazyTensor
 from hf_packfree.patching.registry import FAMILIES
 from tests.input_formats import row_batch
@@ -221,6 +222,43 @@ def test_half_precision_is_no_farther_from_fp32(kind):
             for name, error in errors.items()
         }
     assert 0 < errors["torch"] <= errors["upstream"]
+
+
+@pytest.mark.parametrize("family", [name for name in ("nemotron_h", "mamba2") if name in by_family])
+def test_logits_that_a_head_widens_wait_too(family, monkeypatch):
+    """These heads call their loss with logits in fp32, of a model in half precision, too."""
+    errors, losses, made = {}, {}, []
+    compute = logits._gradient
+    monkeypatch.setattr(logits, "_gradient", lambda *args: made.append(1) or compute(*args))
+    exact = apply_patches(tiny(family).bfloat16().float())
+    wanted = step(exact, packed_batch())[1]
+    for backend in ("torch", "upstream"):
+        model = apply_patches(tiny(family).bfloat16(), backend={"loss": backend})
+        output, found = step(model, packed_batch())
+        assert output.logits.dtype == torch.float32
+        if backend == "torch":
+            assert (
+                isinstance(output.logits, LazyTensor) and output.logits.source.cast_of is not None
+            )
+            assert (
+                output.logits.source.cast_of.values is None and output.logits.source.values is None
+            )
+        losses[backend], errors[backend] = output.loss.item(), all_gradients(found, wanted)
+    assert not made, "gradients of logits"
+    assert losses["torch"] == pytest.approx(losses["upstream"], rel=LOSS_TOL)
+    assert errors["torch"] <= 1.05 * errors["upstream"]
+
+
+@pytest.mark.parametrize("family", [name for name in ("nemotron_h", "mamba2") if name in by_family])
+def test_the_gradient_of_widened_logits_is_there(family):
+    found = []
+    for backend in ("torch", "upstream"):
+        model = apply_patches(tiny(family).bfloat16(), backend={"loss": backend})
+        output = model(**packed_batch())
+        output.logits.retain_grad()
+        output.loss.backward()
+        found.append(output.logits.grad)
+    assert found[0].dtype == torch.float32 and relative_rms(*found) <= GRADIENT_TOL
 
 
 @pytest.mark.parametrize("kind", BATCHES)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.ops.loss.softmax import LogitScaling, SoftmaxGradient, triton_softmax_gradient
-from hf_packfree.packing.lazy import LazyTensor, Origin
+from hf_packfree.packing.lazy import CAST, LazyTensor, Origin
 
 _TANH = torch.ops.aten.tanh.default
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.default
@@ -197,8 +197,8 @@ class LazyGradient(LazyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Stay lazy through the backward of the last step; read the values for any other
-        operation.
+        """Stay lazy through the backward of the last step, and of a cast; read the values for any
+        other operation.
         """
         gradient = args[0] if args else None
         if isinstance(gradient, LazyGradient) and gradient.steps and not gradient.source.changed:
@@ -215,4 +215,14 @@ class LazyGradient(LazyTensor):
                     tuple(steps),
                     gradient.following,
                 )
+        if isinstance(gradient, LazyGradient) and func is CAST and _casts(gradient, kwargs or {}):
+            kwargs = {"dtype": kwargs["dtype"]}
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _casts(gradient: Tensor, keywords: dict[str, Any]) -> bool:
+    """Whether a copy with these keywords is autograd's, of a gradient in another dtype: its layout
+    and device are named, too.
+    """
+    own = {"layout": gradient.layout, "device": gradient.device}
+    return "dtype" in keywords and own.items() <= keywords.items()

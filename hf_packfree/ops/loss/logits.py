@@ -295,10 +295,12 @@ def head_scales(logits: LazyTensor, scales: bool) -> None:
 
 
 def scaled_from(found: Any, logits: LazyTensor) -> bool:
-    """Whether `found` is the unchanged result of a head's steps on these lazy logits."""
+    """Whether `found` is the unchanged result of a head's steps on these lazy logits, which may be
+    widened last.
+    """
     if not isinstance(found, LazyLogits) or found.source.changed:
         return False
-    return origin_of(found.source)[0] is logits.source
+    return origin_of(found.source.not_widened)[0] is logits.source
 
 
 def loss_of(logits: Tensor, targets: Targets, backend: LossBackend) -> Tensor:
@@ -312,7 +314,7 @@ def loss_of(logits: Tensor, targets: Targets, backend: LossBackend) -> Tensor:
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: LazyTensor, targets: Targets, backend: LossBackend) -> Tensor:
-        source, steps = origin_of(logits.source)
+        source, steps = origin_of(logits.source.not_widened)
         product = source.make
         assert isinstance(product, _Product) and backend.softmax_gradient is not None
         needed = product.needed if ctx.needs_input_grad[0] else (False, False, False)
