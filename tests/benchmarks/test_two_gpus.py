@@ -189,16 +189,6 @@ def results(tmp_path):
             "| 700 ms, 60 GiB |",
         ),
         ("two-gpus-gradients", "| documents, state | 8,192 | 1.20e-02 | 3.40e-02 |"),
-        (
-            "two-gpus-fsdp2",
-            "| full training, 32,768 tokens a rank | out of memory | 700 ms, 60 GiB |  |",
-        ),
-        (
-            "two-gpus-fsdp2",
-            "| LoRA r=16, 32,768 tokens a rank |  |  | 700 ms, 60 GiB |",
-        ),
-        # whose memory is not that of a graph
-        ("two-gpus-fsdp2", "| full training, 8,192 tokens a rank | 700 ms |  | 800 ms |  |"),
         ("two-gpus-trainer", "| LoRA | 700 ms, 60 GiB | 700 ms, 60 GiB |"),
         ("two-gpus-curves", "in the mean: two GPUs 0.0003, 0.0007 at most."),
     ],
@@ -206,6 +196,36 @@ def results(tmp_path):
 def test_results_become_tables(results, mark, line):
     found = context_parallel_report.every(results)[mark]
     assert line in found and "Two NVIDIA H100 80GB HBM3 of one host" in found
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "| Full training, 32,768 tokens a rank | transformers, packed | packfree |\n|---|---|---|\n"
+        "| H100s, 2026-11-25 | out of memory | 700 ms, 60 GiB |",
+        "| LoRA r=16, 32,768 tokens a rank | frozen weights whole |\n|---|---|\n"
+        "| H100s, 2026-11-25 | 700 ms, 60 GiB |",
+        "| DDP over two, autocast, H100s, 2026-11-25 | packfree, with CUDA graphs | the backward",
+        # whose memory is not that of a graph
+        "| full training, 8,192 tokens a rank | 700 ms |  | 800 ms |  |",
+    ],
+)
+def test_steps_under_fsdp2_have_a_table_a_workload_and_a_line_a_run(results, lines):
+    found = context_parallel_report.every(results)["two-gpus-fsdp2"]
+    assert lines in found and "8,192 tokens a rank | packfree" not in found
+
+
+def test_runs_under_fsdp2_come_in_their_order(results):
+    first = results / "2026-11-25-nvidia-h100-x2-fsdp2.jsonl"
+    for name in (
+        "2026-11-25-nvidia-h100-x2-fsdp2-10.jsonl",
+        "2026-11-24-nvidia-h100-x2-fsdp2.jsonl",
+    ):
+        (results / name).write_text(first.read_text())
+    (results / "2026-11-25-nvidia-h100-x2-fsdp2-2.jsonl").write_text(first.read_text())
+    found = context_parallel_report.every(results)["two-gpus-fsdp2"].splitlines()
+    runs = ["2026-11-24", "2026-11-25", "2026-11-25 (2)", "2026-11-25 (10)"]
+    assert [line.split(" | ")[0] for line in found[2:6]] == [f"| H100s, {run}" for run in runs]
 
 
 def test_what_one_gpu_predicts_of_more(results):
