@@ -4,6 +4,7 @@ share.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -138,18 +139,33 @@ class FirstStep:
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = [weakref.ref(x) for x in weights]
         self.made = not self._weights
-        itself = weakref.ref(self)
-
-        def after(optimizer: Optimizer, *_: Any) -> None:
-            if (note := itself()) is not None:
-                note._after(optimizer)
-
         if not self.made:
-            weakref.finalize(self, register_optimizer_step_post_hook(after).remove)
+            _note_steps()
+            _waiting.add(self)
 
-    def _after(self, optimizer: Optimizer) -> None:
+    def after(self, held: set[int]) -> None:
+        """Take note of a step with the weights of these `id`s."""
+        if any(id(x()) in held for x in self._weights):
+            self.made = True
+            _waiting.discard(self)
+
+
+_waiting: weakref.WeakSet[FirstStep] = weakref.WeakSet()
+
+
+@functools.cache
+def _note_steps() -> None:
+    """Hook all optimizers, once: a hook that is removed when a model dies may be removed while
+    torch calls hooks, which raises.
+    """
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if notes := list(_waiting):
         held = {id(x) for group in optimizer.param_groups for x in group["params"]}
-        self.made = self.made or any(id(x()) in held for x in self._weights)
+        for note in notes:
+            note.after(held)
 
 
 def _is_whole(x: Tensor) -> bool:

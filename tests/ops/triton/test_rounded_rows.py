@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.optim import optimizer as all_optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -333,23 +334,21 @@ def test_copies_wait_for_the_optimizer(fused, model, monkeypatch):
     assert len(copies_of(other)) == MATRICES
 
 
-def test_who_waits_for_the_optimizer_leaves_no_hook(monkeypatch):
-    handles, register = [], copies.register_optimizer_step_post_hook
-    monkeypatch.setattr(
-        copies,
-        "register_optimizer_step_post_hook",
-        lambda hook: handles.append(register(hook)) or handles[-1],
-    )
-    weight = torch.nn.Parameter(torch.zeros(1))
-    note = copies.FirstStep([weight])
-    weight.grad = torch.ones(1)
-    assert not note.made
-    torch.optim.SGD([weight]).step()
-    assert note.made and copies.FirstStep([]).made
-    (handle,) = handles
-    assert handle.id in handle.hooks_dict_ref()
-    del note
-    assert handle.id not in handle.hooks_dict_ref()
+def test_who_waits_for_the_optimizer_leaves_nothing_behind():
+    """One hook is enough for all, and what dies while torch calls hooks takes none away."""
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    hooks = all_optimizers._global_optimizer_post_hooks
+    first, dying = copies.FirstStep(weights[:1]), []
+    user = all_optimizers.register_optimizer_step_post_hook(lambda *_: dying.clear())
+    dying += [copies.FirstStep(weights) for _ in range(3)]
+    number, other = len(hooks), copies.FirstStep(weights[1:])
+    weights[0].grad = torch.ones(1)
+    try:
+        torch.optim.SGD(weights[:1]).step()
+    finally:
+        user.remove()
+    assert first.made and not other.made and copies.FirstStep([]).made
+    assert len(hooks) == number - 1 and {*copies._waiting} & {first, other} == {other}
 
 
 def test_a_copy_is_of_no_other_weight_at_its_address():
