@@ -50,8 +50,12 @@ def check_record(call: Call, record: Any, inputs: PackingInputs) -> None:
 
 @uncompiled
 def _compare(record: PackedSequence, inputs: PackingInputs, call: Call) -> None:
-    others = replace(inputs, position_ids=None, attention_mask=None)
-    read = resolve_boundaries(others, call.batch)
+    padded = record.indices is not None
+    # other libraries' words are compared with transformers', such as positions
+    positions = inputs.position_ids if inputs.foreign else None
+    mask = inputs.attention_mask if padded else None
+    others = replace(inputs, position_ids=positions, attention_mask=mask)
+    read = resolve_boundaries(others, call.batch, drop_padding=padded)
     rows, tokens = call.batch.shape
     if (list(read.lengths) if read is not None else [tokens] * rows) != list(record.lengths):
         raise BoundaryConflict(

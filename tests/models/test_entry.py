@@ -129,6 +129,30 @@ def test_a_record_and_other_keywords_have_to_agree():
             model(**batch, packed_sequence=PackedSequence.from_lengths(lengths))
 
 
+@pytest.mark.parametrize("word", ["segment_ids", "text_position_ids"])
+def test_other_libraries_words_beside_a_record_are_compared_with_positions(word):
+    lengths = [5, 2, 5]
+    positions = torch.cat([torch.arange(one) for one in lengths])[None]
+    numbers = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
+    given = {"position_ids": positions, word: positions if "pos" in word else numbers}
+    model, record = apply_patches(tiny()), PackedSequence.from_lengths(lengths)
+    wanted = model(input_ids=IDS, **given).logits
+    assert torch.equal(model(input_ids=IDS, **given, packed_sequence=record).logits, wanted)
+    with pytest.raises(BoundaryConflict, match=f"packed_sequence and .*{word} in disag"):
+        model(input_ids=IDS, **given, packed_sequence=PackedSequence.from_lengths([5, 7]))
+
+
+def test_a_record_without_padding_that_offsets_have():
+    """The mask says that it is padding."""
+    mask = torch.tensor([[1] * 9 + [0] * 3])
+    offsets = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
+    batch = {"input_ids": IDS, "attention_mask": mask, "cu_seq_lens_q": offsets}
+    record = PackedSequence.from_lengths([5, 4], batch_shape=(1, 12), indices=torch.arange(9))
+    model = apply_patches(tiny())
+    wanted = model(**batch).logits
+    assert torch.equal(model(**batch, packed_sequence=record).logits, wanted)
+
+
 def test_none_for_a_record_is_no_record(reads):
     model = build(HEADS[0])
     wanted = model(**PACKED).logits
