@@ -48,8 +48,8 @@ class Head(Replacement):
         functools.update_wrapper(forward, upstream.forward)
         # accelerate's unwrap_model follows `__wrapped__` to the end, and would find upstream's
         vars(forward)["__signature__"] = signature(vars(forward).pop("__wrapped__"))
-        # names in annotations are upstream's; some a type checker alone imports
-        with contextlib.suppress(NameError):
+        # names in annotations are upstream's; what a type checker alone reads may be anything
+        with contextlib.suppress(Exception):
             forward.__annotations__ = get_type_hints(upstream.forward)
         replaced: Any = cls
         # a class that FSDP2 derives inherits verl's forward, which assigning ours would forget; see

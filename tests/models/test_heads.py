@@ -16,6 +16,7 @@ from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree.models.heads import heads_of
 from tests.input_formats import ROW_FORMATS, row_batch, rows_batch
 from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens
 from tests.models.test_padded import LOSS_TOL, assert_same
@@ -429,6 +430,21 @@ def test_a_head_is_ours_after_accelerate_took_its_autocast_off():
         AcceleratorState._reset_state(True)
     assert torch.equal(model(**batch).loss, wanted)
     assert not patch_report(model).left_alone
+
+
+@pytest.mark.parametrize("annotation", ["torch.NoSuchThing", "'Cache' | None", "Unknown"])
+def test_annotations_of_modeling_code_may_be_for_a_type_checker_alone(annotation):
+    """As under `from __future__ import annotations`."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs): ...
+
+    forward.__annotations__ = {"labels": annotation}
+    module = types.ModuleType("modeling_mine")
+    kind = type(tiny())
+    own = {"forward": forward, "__module__": "modeling_mine"}
+    module.MineForCausalLM = type("MineForCausalLM", (kind,), own)
+    (ours,) = heads_of(module, __name__).values()
+    assert ours.forward.__annotations__ == {"labels": annotation}
 
 
 def test_a_word_of_trls_head_says_nothing_to_a_model_without_it():
