@@ -145,7 +145,7 @@ class PackedHead(Head, metaclass=HeadType):
         if call.labels is None:
             return packed, {}
         ignored, kept = call.get("ignore_index", IGNORED), None
-        if call.wants_all_logits and self._loss() is ForMaskedLMLoss:
+        if self._loss() is ForMaskedLMLoss:
             targets = own_targets(call, packed, ignored)
         elif call.wants_all_logits:
             shifted = shifted_labels(call, packed, torch.Size(packed.batch_shape))

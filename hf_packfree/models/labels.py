@@ -99,17 +99,21 @@ def row_targets(shifted: Tensor, packed: PackedSequence, ignored: int) -> dict[s
 @uncompiled
 def own_targets(call: Call, packed: PackedSequence, ignored: int) -> dict[str, Tensor] | None:
     """Return the loss's arguments for the row where every token's target is its own label, as in
-    transformers' `ForMaskedLMLoss`; None where labels have another shape, or padding has one:
-    upstream then reads them.
+    transformers' `ForMaskedLMLoss`, or for the tokens whose logits are kept; None where labels have
+    another shape, or padding has one: upstream then reads them.
 
     Raises:
         UnsupportedInput: packed rows have labels of another shape.
     """
-    shape = torch.Size(packed.batch_shape)
-    labels = shifted_labels(call.having(shift_labels=call.labels), packed, shape)
-    if labels is None or (packed.plain and targets_on_padding(labels, packed, ignored).numel()):
+    real = kept_tokens(repad(packed.is_real(), packed), call.get("logits_to_keep", 0))
+    labels = shifted_labels(call.having(shift_labels=call.labels), packed, real.shape)
+    if labels is None:
         return None
-    row = unpad(labels, packed).masked_fill(~packed.is_real().to(labels.device), ignored)
+    padding = ~real.to(labels.device)
+    if packed.plain and bool((padding & (labels != ignored)).any()):
+        return None
+    labels = labels.masked_fill(padding, ignored)
+    row = unpad(labels, packed) if call.wants_all_logits else labels
     return {"labels": row, "num_items_in_batch": (row != ignored).sum().clamp(min=1)}
 
 

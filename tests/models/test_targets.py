@@ -164,6 +164,19 @@ def test_a_loss_whose_targets_are_every_tokens_own_labels(options, rows):
     assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
 
 
+@pytest.mark.parametrize("rows", ["packed", "plain"])
+@pytest.mark.parametrize("keep", [4, torch.tensor([1, 5, 6])], ids=str)
+def test_own_labels_of_kept_tokens(keep, rows):
+    model = apply_patches(tiny(), unpacked="native")
+    model.loss_type = "ForMaskedLM"
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3] if rows == "packed" else [*range(9)]])
+    batch = {"input_ids": IDS[:1], "position_ids": positions}
+    kept = slice(-keep, None) if isinstance(keep, int) else keep
+    labels, logits = IDS[:1, kept], model(**batch).logits[0, kept]
+    found = model(**batch, logits_to_keep=keep, labels=labels).loss
+    assert found.item() == pytest.approx(F.cross_entropy(logits, labels[0]).item(), rel=LOSS_TOL)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_loss_functions_get_no_word_of_ours(packed):
     model, names = apply_patches(tiny()), []
