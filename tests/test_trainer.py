@@ -386,6 +386,10 @@ def test_it_warns_of_rows_that_say_nothing_of_their_documents(packing, warns, ca
 FLAT = DataCollatorWithFlattening
 
 
+class Own(FLAT):
+    """One that may tell documents apart in a way of its own."""
+
+
 @pytest.mark.parametrize(
     ("column", "collator", "said"),
     [
@@ -396,6 +400,8 @@ FLAT = DataCollatorWithFlattening
         ("seq_lengths", FLAT(), "that drops it"),
         ("seq_lengths", DefaultDataCollator(), "that drops it"),
         ("seq_lengths", lambda rows: rows[0], None),
+        ("seq_lengths", Own(), None),
+        ("labels", Own(return_position_ids=False), None),
     ],
 )
 def test_it_warns_of_documents_that_the_collator_does_not_tell_apart(

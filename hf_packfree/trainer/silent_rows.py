@@ -34,7 +34,7 @@ def warn_of_rows_without_boundaries(args: Any, trainer: Trainer | None) -> None:
             "in TRL's SFTConfig, or pass the documents before they were packed",
             type(collator).__name__,
         )
-    if isinstance(collator, DataCollatorWithFlattening) and _says_nothing(collator):
+    if _says_nothing(collator):
         logger.warning(
             "found a %s with return_position_ids=False, whose rows say nothing of where documents "
             "start, so that they read each other; wanted documents apart; leave it out, or set "
@@ -46,10 +46,17 @@ def warn_of_rows_without_boundaries(args: Any, trainer: Trainer | None) -> None:
 def _drops_lengths(collator: Any) -> bool:
     """Whether a collator of TRL's or transformers' drops the lengths of a row's documents."""
     # TRL's reads them to make positions
-    if getattr(collator, "padding_free", False) or getattr(collator, "return_position_ids", False):
-        return isinstance(collator, DataCollatorWithFlattening)
+    positions = any(getattr(collator, name, False) for name in ("padding_free", _WORDS[0]))
+    flattens = isinstance(collator, DataCollatorWithFlattening)
+    return _is_known(collator) and (flattens or not positions)
+
+
+def _says_nothing(collator: Any) -> bool:
+    """Whether it is transformers' collator of rows, told to say nothing of their documents."""
+    flattens = _is_known(collator) and isinstance(collator, DataCollatorWithFlattening)
+    return flattens and not any(getattr(collator, name, False) for name in _WORDS)
+
+
+def _is_known(collator: Any) -> bool:
+    """Whether a collator is no subclass, which may say more."""
     return type(collator).__module__.split(".")[0] in ("transformers", "trl")
-
-
-def _says_nothing(collator: DataCollatorWithFlattening) -> bool:
-    return not any(getattr(collator, name, False) for name in _WORDS)
