@@ -179,7 +179,6 @@ def _plan_of(model: str, unpacked: str) -> Plan:
 
     from hf_packfree.doctor.precision import linear_layers
     from hf_packfree.models.state import find_state
-    from hf_packfree.ops.table import OPS
     from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.patching.plan import op_sizes, ops_of
     from hf_packfree.patching.registry import family_of
@@ -206,8 +205,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
         media,
     )
     linear = linear_layers(config, family)
-    fused = any(OPS[op].linear_layers and name != "torch" for op, name in plan.packed.items())
-    if family.fused_parts and not fused:
+    if family.fused_parts and not family.fuses_linear_layers(plan.packed):
         linear = f"linear layers are called as they are here, in PyTorch; with kernels {linear}"
     return replace(plan, called=called, linear=linear)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.graphs import checkpointing
+from hf_packfree.ops.backend import qualified_name
 from hf_packfree.packing import PackedSequence
 
 HOOKS = (
@@ -180,14 +181,11 @@ def put_back(module: nn.Module) -> list[Tensor]:
     """Return the weights of which torch counts a new version in every forward pass, without another
     value: PEFT adds adapters of parameters (`target_parameters`) to them, and then puts them back.
     """
-    parts: list[Any] = [part for part in module.modules() if _is_one(part, _ON_A_PARAMETER)]
+    parts: list[Any] = [
+        part for part in module.modules() if qualified_name(part) == _ON_A_PARAMETER
+    ]
     added = (part for part in parts if not (part.disable_adapters or part.merged))
     return [part.get_param() for part in added if {*part.active_adapters} & {*part.lora_A}]
-
-
-def _is_one(thing: object, kind: tuple[str, str]) -> bool:
-    """Whether an object is of the class of that module and name."""
-    return (type(thing).__module__, type(thing).__name__) == kind
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -236,7 +234,7 @@ def why_not(module: nn.Module) -> str | None:
     for name, part in parts:
         own = chain(part._parameters.values(), part._buffers.values())
         for x in (x for x in own if x is not None):
-            if type(x) not in WEIGHTS and not _is_one(x, _IN_4_BITS):
+            if type(x) not in WEIGHTS and qualified_name(x) != _IN_4_BITS:
                 return f"{name} holds a {type(x).__name__}"
             devices.add(x.device)
     if len(devices) > 1 or any(device.type != "cuda" for device in devices):

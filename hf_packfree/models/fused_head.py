@@ -101,20 +101,19 @@ def _read(forward: Any) -> FusedHead:
     return FusedHead(forward, found.globals["FusedCausalLMOutput"], names, question)
 
 
-def run_fused_head(call: Call, upstream: Any, run: Run) -> Any:
+def run_fused_head(call: Call, fused: FusedHead, upstream: Any, run: Run) -> Any:
     """Return the output of TRL's fused head for a call.
 
     Args:
         call: the call of a patched head to which TRL has added a fused head; without
             `fused_lm_head`.
+        fused: that head.
         upstream: the forward of upstream's class.
 
     Raises:
         UnsupportedInput: the model runs under context parallelism; or see `refuse_unshifted`.
     """
     head = call.module
-    fused = fused_head_of(head)
-    assert fused is not None
     if not _is_ours(call):
         # without `shift_labels`, TRL's forward shifts the labels itself
         if has_tree(call.arguments) and call.shift_labels is None:

@@ -61,8 +61,9 @@ class PackedHead(Head, metaclass=HeadType):
 
     def _forward_as_row(self, upstream: Any, call: Call) -> Any:
         # without TRL's head the keyword says nothing, as to transformers
-        if call.arguments.pop("fused_lm_head", False) and fused_head_of(self) is not None:
-            return run_fused_head(call, upstream, self._forward_with_loss)
+        wanted = call.arguments.pop("fused_lm_head", False)
+        if wanted and (trls := fused_head_of(self)) is not None:
+            return run_fused_head(call, trls, upstream, self._forward_with_loss)
         if (fused := verls_forward_of(self, upstream)) is not None:
             return run_verls_head(call, fused, self._forward_with_loss)
         output = self._forward_with_loss(upstream, call)

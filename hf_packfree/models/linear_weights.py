@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_packfree.ops.backend import qualified_name
 from hf_packfree.ops.fused.computed_weights import ComputedWeight, Weight, rounded
 
 _LINEAR_4BIT = "bitsandbytes.nn.modules", "Linear4bit"
@@ -97,13 +98,6 @@ def plain_weight(layer: Any) -> Tensor | None:
     weight = parameters.get("weight")
     alone = parameters.get("bias") is None and type(weight) is nn.Parameter
     return weight if alone and runs_class_forward(fields) else None
-
-
-def qualified_name(thing: Any) -> tuple[str, str]:
-    """Return (module, name) of an object's class, to recognise classes of optional packages without
-    an import.
-    """
-    return type(thing).__module__, type(thing).__name__
 
 
 def runs_class_forward(fields: dict[str, Any]) -> bool:

@@ -19,12 +19,11 @@ from hf_packfree.models.linear_weights import (
     cast_weight,
     compute_dtype,
     plain_weight,
-    qualified_name,
     read_weight,
     runs_class_forward,
     under_autocast,
 )
-from hf_packfree.ops.backend import HALF
+from hf_packfree.ops.backend import HALF, qualified_name
 from hf_packfree.ops.fused.computed_weights import Weight, materialize, scaled
 from hf_packfree.ops.fused.lora import Adapter, Layer, LoraLinear, spare_columns
 from hf_packfree.ops.fused.lora_products import on_tensor_cores, products_for

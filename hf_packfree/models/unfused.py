@@ -7,13 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_packfree.models.linear_weights import (
-    compute_dtype,
-    qualified_name,
-    read_weight,
-    runs_class_forward,
-)
+from hf_packfree.models.linear_weights import compute_dtype, read_weight, runs_class_forward
 from hf_packfree.models.peft_lora import is_lora, read_lora, unfit_dtypes
+from hf_packfree.ops.backend import qualified_name
 
 SHARDED = "sharded weights"
 """The ending of a reason for projections that hold `DTensor`s, which FSDP2 gathers in forward

@@ -150,6 +150,13 @@ def installed(package: str) -> str | None:
         return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
 
 
+def qualified_name(thing: Any) -> tuple[str, str]:
+    """Return (module, name) of an object's class, to recognise classes of optional packages without
+    an import.
+    """
+    return type(thing).__module__, type(thing).__name__
+
+
 def too_old(package: str, found: str | None, reason: str) -> str | None:
     """Return that release `found` of a package is older than the oldest supported one, and the
     `reason` for that limit, or None.

@@ -34,8 +34,8 @@ from hf_packfree.patching.steps import (
     ClassSwap,
     additions,
     carry_out,
-    is_bound_alone,
     lifted,
+    own_forward,
     undo,
 )
 
@@ -225,8 +225,7 @@ def _swaps_in_force(model: nn.Module) -> list[ClassSwap]:
     for name, module in modules:
         before = originals.get(type(module)) or users_class(type(module))
         # a wrapped head knows it was removed
-        bypassed = "forward" in vars(module) and not isinstance(module, tuple(heads))
-        bypassed = bypassed and not is_bound_alone(module)
+        bypassed = own_forward(module) is not None and not isinstance(module, tuple(heads))
         if before is None or bypassed:
             raise PatchConflict(
                 f"found {name or 'the model itself'} wrapped since it was patched "

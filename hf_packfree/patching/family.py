@@ -196,6 +196,11 @@ class Family:
         mixers = [mixer.cls for mixer in self.mixers if fused.intersection(mixer.ops)]
         return (*mixers, self.mlp) if self.fused_layer and self.mlp else tuple(mixers)
 
+    def fuses_linear_layers(self, runs: Mapping[str, str]) -> bool:
+        """Whether linear layers of the decoder layers run in fused kernels, given {op: backend}."""
+        chosen = any(OPS[op].linear_layers and name != "torch" for op, name in runs.items())
+        return chosen and bool(self.fused_parts)
+
     @property
     def fuses_all(self) -> bool:
         """Whether all linear layers of the decoder layers run in fused kernels."""

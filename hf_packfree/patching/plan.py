@@ -20,7 +20,7 @@ from hf_packfree.models.subclassed import in_front_of
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.family import Family
 from hf_packfree.patching.registry import FAMILIES, family_of
-from hf_packfree.patching.steps import ClassSwap, is_bound_alone
+from hf_packfree.patching.steps import ClassSwap, own_forward
 from hf_packfree.patching.unlisted import family_for
 
 _LEFT_ALONE = (
@@ -158,8 +158,8 @@ def _lets_ours_run(module: Any) -> bool:
     """Whether no forward on the instance would bypass our head; the class's own and TRL's fused
     forward do not count, since ours replaces them.
     """
-    forward = vars(module).get("forward")
-    return forward is None or is_bound_alone(module) or is_fused_head(forward)
+    forward = own_forward(module)
+    return forward is None or is_fused_head(forward)
 
 
 def unpatched_heads(model: nn.Module, family: Family) -> dict[str, str]:
@@ -210,9 +210,9 @@ def _runs_another_forward(module: Any) -> bool:
 def is_bypassed(module: Any) -> bool:
     """Whether a forward on the instance, such as Liger's fused loss, runs instead of the class's.
     Those of accelerate, for offloading and mixed precision, call the class's and do not count, nor
-    does the class's own, see `is_bound_alone`.
+    does the class's own.
     """
-    if "forward" not in vars(module) or hasattr(module, "_hf_hook") or is_bound_alone(module):
+    if own_forward(module) is None or hasattr(module, "_hf_hook"):
         return False
     around = getattr(vars(module).get("_original_forward"), "__func__", None)
     return around is not type(module).forward
@@ -232,7 +232,7 @@ def _check_seams(model: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
                 "apply_patches(model) first, wrap afterwards, or give a family of your own a row "
                 "(docs/adding_a_family.md)"
             )
-        if type(module) in pairs and "forward" in vars(module) and not is_bound_alone(module):
+        if type(module) in pairs and own_forward(module) is not None:
             raise PatchConflict(
                 f"found {where} with a forward of its own instance ({_who(module)}), which would "
                 "bypass the swap; wanted the class's; call apply_patches(model) first, or load "

@@ -210,8 +210,7 @@ def patch_report(model: nn.Module) -> PatchReport:
     run = (part for part in swapped if not (isinstance(part, heads) and is_bypassed(part)))
     x = what_layers_read(model, family)
     runs = _implementations(state, family, model, x)
-    chosen = any(OPS[op].linear_layers and name != "torch" for op, name in runs.items())
-    fused = chosen and bool(family.fused_parts)
+    fused = family.fuses_linear_layers(runs)
     return replace(
         found,
         patched=any(isinstance(module, trunk) for module in swapped),

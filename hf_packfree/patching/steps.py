@@ -81,6 +81,11 @@ def is_bound_alone(module: Any) -> bool:
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
+def own_forward(module: Any) -> Any:
+    """Return a forward on the instance that is not its class's own, or None."""
+    return None if is_bound_alone(module) else vars(module).get("forward")
+
+
 @runtime_checkable
 class Joins(Protocol):
     """A child module with callbacks for being added to and removed from its parent."""

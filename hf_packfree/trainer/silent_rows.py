@@ -46,9 +46,9 @@ def warn_of_rows_without_boundaries(args: Any, trainer: Trainer | None) -> None:
 def _drops_lengths(collator: Any) -> bool:
     """Whether a collator of TRL's or transformers' drops the lengths of a row's documents."""
     # TRL's reads them to make positions
-    positions = any(getattr(collator, name, False) for name in ("padding_free", _WORDS[0]))
-    flattens = isinstance(collator, DataCollatorWithFlattening)
-    return _is_known(collator) and (flattens or not positions)
+    reads = any(getattr(collator, name, False) for name in ("padding_free", "return_position_ids"))
+    reads = reads and not isinstance(collator, DataCollatorWithFlattening)
+    return _is_known(collator) and not reads
 
 
 def _says_nothing(collator: Any) -> bool:

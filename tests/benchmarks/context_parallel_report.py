@@ -149,12 +149,16 @@ def _of_two(folder: Path) -> str:
 
 def caption(path: Path, more: str = "") -> str:
     """Say what the rows of a file were made on."""
-    about = next(line for line in read_lines(path) if line["workload"] == "machine")
+    about = _machine(path)
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers"))
     return (
         f"Two {about['machine']} of one host ({about['processor']}), {about['date']}, {versions}"
         f"{'; ' * bool(more)}{more} (`tests/benchmarks/results/parallel/{path.name}`):"
     )
+
+
+def _machine(path: Path) -> dict[str, Any]:
+    return next(line for line in read_lines(path) if line["workload"] == "machine")
 
 
 def as_table(head: Sequence[str], body: Iterable[str]) -> list[str]:
@@ -216,8 +220,8 @@ def _predicted(row: dict[str, Any], measured: dict[str, Any]) -> str:
 
 def _run(path: Path) -> tuple[str, int]:
     """Return the day of a file, and its number on that day: without one, the first."""
-    day, _, number = path.stem[:10], *path.stem.rpartition("fsdp2")[1:]
-    return day, int(number.strip("-") or 1)
+    number = path.stem.rpartition("fsdp2")[2].strip("-")
+    return path.stem[:10], int(number or 1)
 
 
 def fsdp2(paths: Sequence[Path]) -> str:
@@ -264,8 +268,7 @@ def _sharded(work: str, title: str, runs: dict[Path, Rows]) -> list[str]:
 
 
 def _host(path: Path) -> str:
-    about = next(line for line in read_lines(path) if line["workload"] == "machine")
-    (day, number), (kind, *_) = _run(path), about["machine"].removeprefix("NVIDIA ").split()
+    (day, number), kind = _run(path), _machine(path)["machine"].split()[1]
     return f"{kind}s, {day}{f' ({number})' if number > 1 else ''}"
 
 

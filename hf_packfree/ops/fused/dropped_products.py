@@ -2,8 +2,8 @@
 
 Each adapter has a mask of its own: stored, what is left of x would be written and read again by
 each of them, in the forward pass, in the backward pass and in a recomputation. So the kernels of
-the products draw the mask themselves; in other dtypes than half precision, of high
-ranks, and on CPUs, what is left is stored.
+the products draw the mask themselves; in other dtypes than half precision, of high ranks, and on
+CPUs, what is left is stored.
 
 Shapes: x [T, D], K columns of h.
 """

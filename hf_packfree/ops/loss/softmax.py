@@ -16,9 +16,6 @@ SoftmaxGradient = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor 
 """`softmax_gradient` of a backend."""
 # logits of a program at a time
 _BLOCK = 8192
-# parts of these that share maxima and sums, for fewer exponentials; a part fills all threads, eight
-# logits each, so that no sum of parts crosses threads
-_PARTS = 4
 
 
 def softmax_gradient(
@@ -89,7 +86,6 @@ def triton_softmax_gradient(
         HEAD=head is not None,
         CAPPED=done.capped,
         BLOCK=_BLOCK,
-        PARTS=_PARTS,
         num_warps=8,
     )
     return losses, logits if wanted else None

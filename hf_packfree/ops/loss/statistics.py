@@ -20,9 +20,6 @@ from hf_packfree.ops.launch import launch
 
 # logits of a program at a time
 _BLOCK = 4096
-# parts of these that share maxima and sums, for fewer exponentials; a part fills all threads, eight
-# logits each, so that no sum of parts crosses threads
-_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,6 @@ def triton_measure(logits: Tensor, targets: Tensor, inverse: Tensor, out: Statis
         TOP1=out.top1 is not None,
         MOMENTS=out.mean_logits is not None,
         BLOCK=_BLOCK,
-        PARTS=_PARTS,
         num_warps=4,
     )
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# parts of a block that share maxima and sums, for fewer exponentials; a part has to fill all
+# threads, eight logits each: sums over parts must not cross threads
+PARTS = tl.constexpr(4)
+
 
 @triton.jit
 def _tanh(x):
@@ -34,6 +38,13 @@ def _through_head(value, before, after, HEAD: tl.constexpr, CAPPED: tl.constexpr
     return value, slope
 
 
+@triton.jit
+def _places(BLOCK: tl.constexpr):
+    """Where the logits of a block are in it, [PARTS, BLOCK / PARTS]."""
+    WIDTH: tl.constexpr = BLOCK // PARTS
+    return tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
 @triton.jit(do_not_specialize=["scale", "before", "after"])
 def softmax_gradient(
     logits,
@@ -47,7 +58,6 @@ def softmax_gradient(
     HEAD: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """losses [C] = logsumexp(z) - z[target], where z is what `_through_head` makes of logits
     [C, V]; these become (softmax(z) - one-hot) * scale * dz / dlogits where GRADIENT.
@@ -61,7 +71,7 @@ def softmax_gradient(
     row = tl.program_id(0)
     target = tl.load(targets + row)
     x = logits + row.to(tl.int64) * words
-    place = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    place = _places(BLOCK)
     blocks = tl.cdiv(words, BLOCK)
     if target < 0:
         tl.store(losses + row, 0.0)
@@ -113,7 +123,6 @@ def token_statistics(
     TOP1: tl.constexpr,
     MOMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """Statistics [C] of z [C, V] = logits * inverse, from one pass, first for each place of a
     block's parts, then over these.
@@ -125,7 +134,7 @@ def token_statistics(
     row = tl.program_id(0)
     factor = tl.load(inverse + row)
     x = logits + row.to(tl.int64) * words
-    place = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    place = _places(BLOCK)
     # finite, so that a place without logits adds nothing
     m_i = tl.full((WIDTH,), -1e38, tl.float32)
     acc = tl.zeros((WIDTH,), tl.float32)
