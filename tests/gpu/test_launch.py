@@ -24,7 +24,6 @@ def arguments(dtype, size, offset):
         up,
         torch.zeros(3 * size + offset, device=DEVICE, dtype=dtype)[offset:],
         size,
-        3,
         size,
     )
 
@@ -41,13 +40,13 @@ def test_equals_triton(sizes, monkeypatch):
     monkeypatch.setattr(
         type(swiglu), "run", lambda *words, **more: looked_up.append(1) or own(*words, **more)
     )
-    constants = {"DENSE": True, "BLOCK": 512, "num_warps": 4}
+    constants = {"BLOCK": 512, "num_warps": 4}
     for again in (False, True):
         for dtype in (torch.bfloat16, torch.float32):
             for size in sizes:
                 for offset in (0, 1):
                     found, wanted = arguments(dtype, size, offset), arguments(dtype, size, offset)
-                    before, grid = len(looked_up), (-(-3 * size // 512),)
+                    before, grid = len(looked_up), (3 * -(-size // 512),)
                     module.launch(swiglu, grid, *found, **constants)
                     assert not again or len(looked_up) == before, "a kind that was launched before"
                     swiglu[grid](*wanted, **constants)
@@ -66,5 +65,5 @@ def test_code_that_assumes_more_is_not_kept(monkeypatch):
     monkeypatch.setattr(module, "_compiled", {})
     monkeypatch.setattr(module, "_ASSUMED", ["tt.divisibility", 8])
     found = arguments(torch.bfloat16, 2048, 0)
-    module.launch(swiglu, (12,), *found, DENSE=True, BLOCK=512, num_warps=4)
+    module.launch(swiglu, (12,), *found, BLOCK=512, num_warps=4)
     assert found[2].any() and not module._compiled
