@@ -66,7 +66,8 @@ def refuse_packed_mrope(
 
     Within a document the first row, time, falls only after a video whose seconds take more
     positions than its height and width, in families that number so; those two rise there. Where
-    time falls otherwise a document starts, but other documents may start without a fall.
+    time falls otherwise a document starts, and so it does where all three are 0 again, as behind a
+    document of one token. Documents numbered on from the one before them show no start.
 
     Args:
         position_ids: [3, B or 1, S]; those of other shapes are not looked at.
@@ -81,16 +82,16 @@ def refuse_packed_mrope(
     """
     if position_ids.ndim != 3 or position_ids.shape[0] != 3:
         return
-    time, height, width = (
-        tokens.select(row.detach().to("cpu").expand(shape)).diff() for row in position_ids
-    )
+    rows = [tokens.select(row.detach().to("cpu").expand(shape)) for row in position_ids]
+    time, height, width = (row.diff() for row in rows)
     falls = (time < 0) & ~((height > 0) & (width > 0)) & ~tokens.row_changes
-    if starts is None and bool(falls.any()):
+    zeros = (torch.stack(rows)[:, 1:] == 0).all(0) & ~tokens.row_changes
+    if starts is None and bool((falls | zeros).any()):
         raise UnsupportedInput(
-            "found image or video positions (mRoPE, three rows that differ) that fall within a "
-            "row: several documents, whose boundaries they cannot show; wanted the boundaries "
-            "too; put the text positions, which restart with each document, in front as a fourth "
-            "row, or pass cu_seq_lens_q or seq_idx too"
+            "found image or video positions (mRoPE, three rows that differ) that fall, or are 0 "
+            "again, within a row: several documents, whose boundaries they cannot show; wanted the "
+            "boundaries too; put the text positions, which restart with each document, in front "
+            "as a fourth row, or pass cu_seq_lens_q or seq_idx too"
         )
     inside = (falls if starts is None else falls & ~starts[1:]).nonzero()
     if inside.numel():

@@ -374,6 +374,18 @@ class TestRefusals:
             position_ids=positions[1:],
         )
 
+    @pytest.mark.parametrize("ones", [1, 2])
+    def test_several_documents_by_three_rows_in_which_time_stands_still(self, qwen, ones):
+        """It is 0 in the whole of a document of one token, and at the start of the next."""
+        given = [*[document(1, seed=7)] * ones, qwen.given[2]]
+        self.refused(
+            qwen,
+            UnsupportedInput,
+            "as a fourth row, or pass cu_seq_lens_q or seq_idx",
+            given=given,
+            position_ids=row_positions(qwen.unpatched.model, given)[1:],
+        )
+
     def test_time_that_falls_inside_a_document(self, qwen):
         positions = qwen.batch("4 rows").inputs["position_ids"][1:].clone()
         positions[:, 0, 20] = 0
