@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
-from hf_packfree.models.media_keywords import SECONDS
+from hf_packfree.models.media_keywords import PIXELS, SECONDS
 from hf_packfree.packing.media import Media, media_offsets
 
 _SECONDS = ("second_per_grid_ts", "second_per_grids")
@@ -301,6 +301,27 @@ def token_types(config: Any, input_ids: Tensor) -> Tensor:
     """Return int64 [1, s]: 1 at placeholders of images, 2 at placeholders of videos, else 0."""
     images, videos = input_ids == config.image_token_id, input_ids == config.video_token_id
     return images.long() + 2 * videos.long()
+
+
+def with_token_types(source: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a forward's arguments with `mm_token_type_ids` made from the ids, where upstream
+    numbers media by types and the call has none: without them it counts every token, or raises.
+
+    Args:
+        source: see `packed_positions`.
+        arguments: by name, of a call without a cache; unchanged without ids or grids, and with
+            positions.
+    """
+    ids = arguments.get("input_ids")
+    needless = (arguments.get(name) is not None for name in ("mm_token_type_ids", "position_ids"))
+    if (
+        ids is None
+        or all(arguments.get(name) is None for name in PIXELS)
+        or any(needless)
+        or "mm_token_type_ids" not in _parameters(source)
+    ):
+        return arguments
+    return arguments | {"mm_token_type_ids": token_types(source.config, ids)}
 
 
 def _check_types(config: Any, input_ids: Tensor, types: Tensor | None) -> None:

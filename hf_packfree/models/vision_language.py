@@ -20,7 +20,13 @@ from hf_packfree.models.entry import enter
 from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
 from hf_packfree.models.media_keywords import FEATURES, PIXELS, SECONDS, SIZES
 from hf_packfree.models.placeholders import PlaceholderMask
-from hf_packfree.models.rope_index import RowMedia, items_of_documents, media_of, packed_positions
+from hf_packfree.models.rope_index import (
+    RowMedia,
+    items_of_documents,
+    media_of,
+    packed_positions,
+    with_token_types,
+)
 from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
 from hf_packfree.models.vision_attention import PackedVisionTower, mark_packed
@@ -61,7 +67,10 @@ class PackedVisionLanguage(Replacement):
             return super().forward(*args, **kwargs)
         call = enter(Call(self.language_model, arguments))
         if call.packed is None:
-            return run_with_absent_media(self, super().forward, call.arguments)
+            given = call.arguments
+            if call.cache is None:
+                given = with_token_types(self, given)
+            return run_with_absent_media(self, super().forward, given)
         packed = call.packed.for_shape(call.batch.shape)
         # the text model passes the batch's record to followers, which read the caller's labels
         row = packed_arguments(self, packed, call.arguments) | {"packed_sequence": call.packed}

@@ -191,6 +191,21 @@ def test_one_document_without_a_mask_is_exact(case):
     assert relative_rms(batch.call(case.model).logits[0], case.wanted[0][2]) <= LOGIT_TOL
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("documents", [1, 2])
+def test_rows_of_one_document_need_no_types(case, documents, training):
+    """Rows without padding, in upstream's layers: Qwen2.5-VL counts every token without the types
+    of tokens, others raise.
+    """
+    batch = padded_batch("right", case.given[2:3] * documents)
+    del batch.inputs["mm_token_type_ids"]
+    case.model.train(training)
+    logits = batch.call(case.model).logits
+    case.model.train()
+    for found in batch.cut(logits):
+        assert relative_rms(found, case.wanted[0][2]) <= LOGIT_TOL
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_that_holds_one_document(case, form):
     """The last pack of a dataset may be one; it is passed as the others are."""
