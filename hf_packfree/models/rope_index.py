@@ -303,9 +303,10 @@ def token_types(config: Any, input_ids: Tensor) -> Tensor:
     return images.long() + 2 * videos.long()
 
 
-def with_token_types(source: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a forward's arguments with `mm_token_type_ids` made from the ids, where upstream
-    numbers media by types and the call has none: without them it counts every token, or raises.
+def numbered_by_upstream(source: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a forward's arguments with what upstream numbers media by, where the call has none:
+    `mm_token_type_ids` made from the ids, or, in families without types, a mask of ones. Without
+    them upstream counts every token, or raises.
 
     Args:
         source: see `packed_positions`.
@@ -313,15 +314,17 @@ def with_token_types(source: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             positions.
     """
     ids = arguments.get("input_ids")
-    needless = (arguments.get(name) is not None for name in ("mm_token_type_ids", "position_ids"))
     if (
         ids is None
         or all(arguments.get(name) is None for name in PIXELS)
-        or any(needless)
-        or "mm_token_type_ids" not in _parameters(source)
+        or arguments.get("position_ids") is not None
     ):
         return arguments
-    return arguments | {"mm_token_type_ids": token_types(source.config, ids)}
+    typed = "mm_token_type_ids" in _parameters(source)
+    name = "mm_token_type_ids" if typed else "attention_mask"
+    if arguments.get(name) is not None:
+        return arguments
+    return arguments | {name: token_types(source.config, ids) if typed else torch.ones_like(ids)}
 
 
 def _check_types(config: Any, input_ids: Tensor, types: Tensor | None) -> None:

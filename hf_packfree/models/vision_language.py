@@ -24,8 +24,8 @@ from hf_packfree.models.rope_index import (
     RowMedia,
     items_of_documents,
     media_of,
+    numbered_by_upstream,
     packed_positions,
-    with_token_types,
 )
 from hf_packfree.models.row import as_requested, restore_layers, row_of_each, row_positions
 from hf_packfree.models.sharded_media import held_media, keep_features, mark_kept, take_mark
@@ -69,7 +69,7 @@ class PackedVisionLanguage(Replacement):
         if call.packed is None:
             given = call.arguments
             if call.cache is None:
-                given = with_token_types(self, given)
+                given = numbered_by_upstream(self, given)
             return run_with_absent_media(self, super().forward, given)
         packed = call.packed.for_shape(call.batch.shape)
         # the text model passes the batch's record to followers, which read the caller's labels

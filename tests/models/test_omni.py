@@ -67,6 +67,23 @@ def test_a_sounding_document_without_neighbours_needs_no_flag_either(case, form)
     assert unread[0] >= CONTROL * LOGIT_TOL and unread[1] >= CONTROL * GRADIENT_TOL
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("documents", [1, 2])
+def test_rows_of_one_document_need_no_mask(case, documents, training):
+    """Upstream counts every token without it."""
+    plain, model, given, wanted = case
+    media = arguments(given[2:3] * documents, leaves_of(given[2:3] * documents))
+    ids = torch.tensor([given[2].ids] * documents)
+    for one in (plain, model):
+        one.train(training)
+    found, unread = (one(input_ids=ids, **media).logits for one in (model, plain))
+    for one in (plain, model):
+        one.train()
+    for row in range(documents):
+        assert relative_rms(found[row], wanted[0][2]) <= LOGIT_TOL
+        assert relative_rms(unread[row], wanted[0][2]) >= CONTROL * LOGIT_TOL
+
+
 @pytest.mark.parametrize("form", ["offsets", "seq_idx", "additive mask"])
 def test_packing_keywords_mean_the_same_in_evaluation_by_default(case, form):
     """Where upstream would build a cache for one document, and builds none for several."""
