@@ -19,13 +19,13 @@ from hf_packfree.models.call import Call
 from hf_packfree.models.fused_layer import PlainDecoderLayer
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.placeholders import PackedDeepstack
-from hf_packfree.models.rope_index import numbered_by_upstream
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
 from hf_packfree.models.vision_attention import VISION_HALVES
 from hf_packfree.models.vision_language import (
     PackedVisionLanguage,
     keep_record_from_towers,
     packed_arguments,
+    upstreams_arguments,
 )
 
 
@@ -43,8 +43,8 @@ class ThinkerHead(PackedHead):
                 kept = {"attention_mask": given.get("attention_mask"), "packed_sequence": packed}
                 packed = packed.for_shape(Call(self, given).batch.shape)
                 given = packed_arguments(self, packed, given) | kept
-            elif compat.cache_of(given) is None:
-                given = numbered_by_upstream(self, given)
+            else:
+                given = upstreams_arguments(self, given)
             return run_with_absent_media(self, partial(upstream, head), given)
 
         return super()._forward_as_row(forward, call)

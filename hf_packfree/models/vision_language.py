@@ -16,6 +16,7 @@ from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.models.absent_media import run_with_absent_media
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.call import Call
+from hf_packfree.models.compat import cache_of
 from hf_packfree.models.entry import enter
 from hf_packfree.models.media_checks import check_media_sizes, check_media_tensors, check_widths
 from hf_packfree.models.media_keywords import FEATURES, PIXELS, SECONDS, SIZES
@@ -67,9 +68,7 @@ class PackedVisionLanguage(Replacement):
             return super().forward(*args, **kwargs)
         call = enter(Call(self.language_model, arguments))
         if call.packed is None:
-            given = call.arguments
-            if call.cache is None:
-                given = numbered_by_upstream(self, given)
+            given = upstreams_arguments(self, call.arguments)
             return run_with_absent_media(self, super().forward, given)
         packed = call.packed.for_shape(call.batch.shape)
         # the text model passes the batch's record to followers, which read the caller's labels
@@ -134,6 +133,14 @@ def _without_the_record(cls: Any, name: str, kind: str) -> Any:
         return keep_features(getattr(super(cls, self), name)(*args, **kwargs), kept, kind)
 
     return features
+
+
+def upstreams_arguments(source: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a batch that upstream runs as it came, without empty media and with
+    what upstream numbers the others by; see `packed_arguments`.
+    """
+    given = given | _without_items(given)
+    return given if cache_of(given) is not None else numbered_by_upstream(source, given)
 
 
 def packed_arguments(source: Any, packed: PackedSequence, given: dict[str, Any]) -> dict[str, Any]:

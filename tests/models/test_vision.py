@@ -280,10 +280,11 @@ def test_rows_of_text_alone(case):
         assert errors(found, wanted)[0] <= LOGIT_TOL
 
 
+@pytest.mark.parametrize("documents", [1, 3])
 @pytest.mark.parametrize("form", ["4 rows", "offsets, types", "right"])
-def test_empty_tensors_of_media_are_none(qwen, form):
+def test_empty_tensors_of_media_are_none(qwen, form, documents):
     """Of a kind that no document has, as some collators make them; a tower takes no empty call."""
-    given = qwen.given[:3]
+    given = qwen.given[:documents]
     batch = (
         padded_batch(form, given)
         if form == "right"
@@ -294,7 +295,7 @@ def test_empty_tensors_of_media_are_none(qwen, form):
         "video_grid_thw": torch.zeros(0, 3).long(),
     }
     parts = batch.cut(batch.call(qwen.model, **nothing).logits)
-    assert relative_rms(torch.cat(parts), torch.cat(qwen.wanted[0][:3])) <= LOGIT_TOL
+    assert relative_rms(torch.cat(parts), torch.cat(qwen.wanted[0][:documents])) <= LOGIT_TOL
 
 
 @pytest.mark.parametrize("form", ["indexed mask", "seq_idx"])
