@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_packfree.errors import BoundaryError, UnsupportedInput
+from hf_packfree.errors import BoundaryError, UnsupportedInput, in_short
 from hf_packfree.models.media_keywords import PIXELS, SECONDS
 from hf_packfree.packing.media import Media, media_offsets
 
 _SECONDS = ("second_per_grid_ts", "second_per_grids")
 """The parameters of `get_rope_index` for the seconds between two grids of a video."""
+_FAILS = (IndexError, KeyError, RuntimeError, StopIteration, ValueError)
+"""What `get_rope_index` raises where media do not stand between their own tokens."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -238,8 +240,8 @@ def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: 
         [4, 1, T] on the host, see `document_positions`.
 
     Raises:
-        BoundaryError: media and placeholders do not agree, see `media_offsets`, or
-            `mm_token_type_ids` differ from the ids.
+        BoundaryError: media and placeholders do not agree, see `media_offsets`,
+            `mm_token_type_ids` differ from the ids, or upstream cannot number a document.
         UnsupportedInput: a document has videos with sound and videos without, or
             `use_audio_in_video` is wrong for some video.
     """
@@ -254,11 +256,17 @@ def packed_positions(source: Any, input_ids: Tensor, cu_seqlens: Tensor, media: 
         spans = {
             name: slice(items[document], items[document + 1]) for name, items in offsets.items()
         }
-        parts.append(
-            document_positions(
-                source, input_ids[:, start:end], _of_document(media, spans, slice(start, end))
-            )
-        )
+        own = _of_document(media, spans, slice(start, end))
+        try:
+            parts.append(document_positions(source, input_ids[:, start:end], own))
+        except UnsupportedInput:
+            raise
+        except _FAILS as error:
+            raise BoundaryError(
+                f"found document {document} (tokens {start} to {end - 1}), whose media "
+                f"transformers cannot number ({in_short(error)}); wanted each item between its own "
+                "tokens of start and end; pass what the processor returned, uncut"
+            ) from error
     return torch.cat(parts, -1)
 
 

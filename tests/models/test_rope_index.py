@@ -147,6 +147,23 @@ def test_media_of_another_document_are_refused(family):
         )
 
 
+@ALL
+def test_a_document_that_upstream_cannot_number_is_named(family):
+    """Two images without a token between them are one to it, and Qwen3-Omni's ends in its last."""
+    rope = source(family)
+    typed = "mm_token_type_ids" in inspect.signature(rope.get_rope_index).parameters
+    if not typed and family != "qwen3_omni_moe":
+        pytest.skip("this release takes what is left of a run for text")
+    start, image = rope.config.vision_start_token_id, rope.config.image_token_id
+    cut, grids = [start, *[image] * 4], torch.tensor([[1, 4, 4]])
+    if typed:
+        cut, grids = [start, *[image] * 8, 7], grids.repeat(2, 1)
+    ids, cu_seqlens = torch.tensor([[5, 6, 7, *cut]]), torch.tensor([0, 3, 3 + len(cut)]).int()
+    said = "found document 1 .tokens 3 to .*, whose media transformers cannot number"
+    with pytest.raises(BoundaryError, match=said):
+        packed_positions(rope, ids, cu_seqlens, RowMedia(image_grid_thw=grids))
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl"])
 def test_a_video_is_one_run_per_frame(family):
     rope = source(family)
