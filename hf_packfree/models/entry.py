@@ -130,12 +130,23 @@ def _may_be_sounding(call: Call) -> bool:
     return video and any(audio) and unflagged
 
 
+def _has_features_of_generation(call: Call) -> bool:
+    """Whether towers ran in `generate()`, which passes what they give without the sizes of items,
+    in training mode, too.
+    """
+    features = call.get("mm_encoder_outputs") or {}
+    return call.labels is None and any(
+        features.get(kind) is not None and call.get(size) is None for kind, size in SIZES.items()
+    )
+
+
 def _runs_here(call: Call, *, packs: bool) -> bool:
     """Whether rows of one document may run in the patched layers, because the call needs nothing
     that only upstream's layers have.
 
     Only upstream has a cache, attention weights, bidirectional attention, rotary embeddings by the
-    longest position of the batch, media with text positions, and media without ids or positions.
+    longest position of the batch, media with text positions, media without ids or positions, and
+    features of `generate()`, which come without the sizes of their items.
     Upstream builds a cache by default outside training. No loss needs a cache, and where rows of
     one document run in the patched layers only `use_cache=True` builds one.
 
@@ -145,6 +156,8 @@ def _runs_here(call: Call, *, packs: bool) -> bool:
     """
     positions, config = call.position_ids, call.config
     if call.has_media and (call.input_ids is None if positions is None else is_text(positions)):
+        return False
+    if _has_features_of_generation(call):
         return False
     use_cache, wants_weights = call.get("use_cache"), call.get("output_attentions")
     if use_cache is None:

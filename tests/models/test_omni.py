@@ -116,6 +116,24 @@ def test_a_sounding_document_in_a_stock_call_has_upstreams_flag(case):
             assert all(map(torch.equal, found, wanted)), (flag, cached)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_generation_where_rows_of_one_document_run_here(case, cached):
+    """`generate()` runs the vision tower itself, and passes what it gives without its sizes."""
+    plain = case[0]
+    native = apply_patches(copy.deepcopy(plain), unpacked="native")
+    inputs = batch(case[2][2:3], "padded", plain)[0]
+    media = arguments(case[2][2:3], leaves_of(case[2][2:3]))
+    # upstream fails where it generates placeholders without media
+    settings = {"max_new_tokens": 3, "suppress_tokens": list(range(110, 128)), "use_cache": cached}
+    found, wanted = (
+        one.generate(
+            **inputs, **media, **settings, output_logits=True, return_dict_in_generate=True
+        ).logits
+        for one in (native, plain)
+    )
+    assert relative_rms(torch.stack(found), torch.stack(wanted)) <= LOGIT_TOL
+
+
 def test_videos_with_and_without_sound_are_refused_without_neighbours_too(case):
     given = [sounding().video(2, 4, 4)]
     inputs = batch(given, "padded", case[1])[0] | arguments(given, leaves_of(given))

@@ -594,6 +594,29 @@ def test_generation_is_the_same_before_and_after_a_packed_step(case):
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("mode", ["cached", "uncached", "uncached, training"])
+@pytest.mark.parametrize("documents", [1, 2])
+def test_generation_where_rows_of_one_document_run_here(case, documents, mode):
+    """`generate()` runs the towers itself, and passes what they give without its sizes."""
+    prompt = padded_batch("left", case.given[1 : 1 + documents])
+    prompt.inputs["use_cache"] = mode == "cached"
+    if "mm_token_type_ids" not in inspect.signature(case.model.model.get_rope_index).parameters:
+        del prompt.inputs["mm_token_type_ids"]
+    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    native = apply_patches(copy.deepcopy(case.unpatched), unpacked="native")
+    plain = copy.deepcopy(case.unpatched)
+    for model in (native, plain):
+        model.train("training" in mode)
+    with torch.no_grad():
+        found, wanted = (
+            model.generate(
+                **prompt.inputs, **media_of(prompt), return_dict_in_generate=True, **settings
+            ).logits
+            for model in (native, plain)
+        )
+    assert relative_rms(torch.stack(found), torch.stack(wanted)) <= LOGIT_TOL
+
+
 def media_of(batch):
     from tests.vision import media_arguments
 
