@@ -25,7 +25,7 @@ from hf_packfree.ops.op import Op, in_words
 from hf_packfree.ops.table import OPS
 from hf_packfree.packing import PackedSequence, repad, shard_row
 from hf_packfree.parallel import ContextParallel
-from hf_packfree.parallel.collectives import gather_row
+from hf_packfree.parallel.collectives import gather_row, gathered
 
 _OF_LOSS: tuple[str, ...] = ("shift_labels", "num_items_in_batch")
 """Keywords that the loss of a shard needs, even if upstream's head does not pass them on."""
@@ -52,8 +52,9 @@ def forward_shard(
         counted: whether the caller passed `num_items_in_batch`.
 
     Returns:
-        Upstream's output. In training the logits are those of this rank's tokens, [1, t, V];
-        otherwise logits are gathered from all ranks, in the caller's shape.
+        Upstream's output. In training the logits are those of this rank's tokens, [1, t, V], and
+        the loss is of these; under `no_grad` logits are gathered from all ranks, in the caller's
+        shape, and the loss is the same on all ranks.
 
     Raises:
         UnsupportedInput: the loss takes no `num_items_in_batch`, ranks have different batches, or
@@ -86,6 +87,9 @@ def forward_shard(
     if loss is not None:
         output.loss = loss if counted else loss * settings.world
     if not torch.is_grad_enabled():
+        if loss is not None:
+            # alike on all ranks: of a last batch that is not full, accelerate drops ranks' losses
+            output.loss = gathered(output.loss, settings.group).mean(0)
         logits = gather_row(output.logits[0], local)[None]
         output.logits = repad(logits[:, : packed.num_tokens], packed)
     return output

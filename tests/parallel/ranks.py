@@ -91,9 +91,8 @@ def names_of_ops(world: int) -> list[str]:
 def names_of_models() -> list[str]:
     """Return the name of every error that `models` measures, but controls."""
     rows = [f"{family}, {row}" for family in WAYS for row in rows_of(family)]
-    counted = [
-        f"{what}: {row}, {by}" for what in ("loss", "gradients") for row in rows for by in COUNTS
-    ]
+    whats = ("loss", "gradients", "loss of an evaluation")
+    counted = [f"{what}: {row}, {by}" for what in whats for row in rows for by in COUNTS]
     return counted + [f"logits: {row}" for row in rows]
 
 
@@ -173,6 +172,10 @@ def models(results) -> None:
                 key = f"{family}, {name}, {by}"
                 results[f"loss: {key}"] = relative_rms(loss, wanted.loss)
                 results[f"gradients: {key}"] = worst(gradients, wanted_gradients)
+                with torch.no_grad():
+                    mine = many(**given).loss * (dist.get_world_size() if count else 1)
+                # on every rank: of a last batch, the Trainer reads some ranks' losses alone
+                results[f"loss of an evaluation: {key}"] = relative_rms(mine, wanted.loss)
             with torch.no_grad():
                 results[f"logits: {family}, {name}"] = relative_rms(
                     many(**batch).logits, one(**batch).logits
