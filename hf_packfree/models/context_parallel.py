@@ -229,6 +229,20 @@ def check_call(call: Call) -> None:
             )
 
 
+def refuse_labelled_padding(count: int, ignored: int) -> None:
+    """Refuse labels that padding would have to predict, with which the whole batch would run as
+    upstream runs it.
+
+    Raises:
+        UnsupportedInput: always.
+    """
+    raise UnsupportedInput(
+        f"found {count} labels that padding would have to predict under context parallelism, "
+        "whose ranks share the real tokens alone; wanted labels that these predict; set the labels "
+        f"of padding, and of the first token after it, to {ignored}"
+    )
+
+
 def _check_media(call: Call) -> None:
     """Refuse media whose items cannot be assigned to the ranks that hold their placeholders."""
     made = [

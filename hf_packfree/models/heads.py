@@ -20,7 +20,7 @@ from hf_packfree.models.base import half_for, put_in_front
 from hf_packfree.models.base_head import Head, forget_losses, separate_logits
 from hf_packfree.models.call import Call
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
-from hf_packfree.models.context_parallel import check_call, forward_shard
+from hf_packfree.models.context_parallel import check_call, forward_shard, refuse_labelled_padding
 from hf_packfree.models.fused_head import fused_head_of, is_fused_head, run_fused_head
 from hf_packfree.models.head_loss import HeadOfCall, taken_by
 from hf_packfree.models.labels import (
@@ -186,6 +186,8 @@ class PackedHead(Head, metaclass=HeadType):
         )
         if attends_to_nothing and are_left_pad_tokens(labelled, packed):
             return with_left_pad_tokens(packed, labelled)
+        if state_of(self).context_parallel is not None:
+            refuse_labelled_padding(labelled.numel(), ignored)
         logger.warning(
             "found %d labels that padding would have to predict; the batch runs padded, as "
             "transformers does it; set the "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_packfree.errors import BlindMeasurement
+from hf_packfree.errors import BlindMeasurement, UnsupportedInput
 from hf_packfree.models.state import state_of
 from hf_packfree.packing import PackedSequence, uncompiled
 from hf_packfree.packing.tree import refuse_tree
@@ -189,12 +189,18 @@ class FirstBatch(_OfAStep):
 
 
 class SmoothedLabels(_OfAStep):
-    """Refuses trees of shared prefixes if the Trainer smooths labels: its loss shifts the batch's
-    labels by one token.
+    """Refuses trees of shared prefixes and rows that ranks share if the Trainer smooths labels: its
+    loss shifts the batch's labels by one token, and reads the logits of the whole batch.
     """
 
     def __call__(self, packed: PackedSequence | None, shape: tuple[int, int], mask: Any) -> None:
         refuse_tree(packed, "with label_smoothing_factor, whose loss shifts labels across branches")
+        if packed is not None and packed.ranks > 1:
+            raise UnsupportedInput(
+                f"found label_smoothing_factor for a row that {packed.ranks} ranks share, whose "
+                "loss reads the logits of all its tokens; wanted the model's own loss, in which "
+                "each rank has its tokens' part; set label_smoothing_factor=0"
+            )
 
 
 class Counts(_OfAStep):

@@ -153,6 +153,16 @@ def test_generation_is_refused(model):
         model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2)
 
 
+def test_labels_on_padding_are_refused_by_name(model):
+    """With which transformers would run the whole batch."""
+    ids = torch.arange(5, 17).view(2, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    with pytest.raises(
+        UnsupportedInput, match="found 1 labels that padding would have to predict under context"
+    ):
+        model(input_ids=ids, attention_mask=mask, labels=ids)
+
+
 def test_a_loss_that_takes_no_count_is_refused(group):
     model = apply_patches(tiny(), context_parallel=group)
     model.loss_function = lambda logits, labels, vocab_size=None: logits.sum()

@@ -11,7 +11,7 @@ from hf_packfree import PackedSequence, apply_patches
 from hf_packfree.errors import UnsupportedInput
 from hf_packfree.mtp import MTPOptions
 from hf_packfree.packing import shard_row
-from hf_packfree.trainer.training_run import Counts
+from hf_packfree.trainer.training_run import Counts, SmoothedLabels
 from tests.mtp.heads import build
 from tests.parallel.model_ranks import HEADS, VERIFIED, key_of, measured, names
 from tests.parallel.ranks import ROWS, batch_of, step, worst
@@ -66,6 +66,15 @@ def test_the_callback_counts_the_batch_that_ranks_share():
     counts(shard_row(PackedSequence.from_lengths([3, 5, 1]), 0, 2), (1, 5), None)
     facts = counts.take()
     assert (facts["packfree/documents_per_row"], facts["packfree/real_token_share"]) == (3, 1)
+
+
+def test_labels_that_the_trainer_smooths_are_refused():
+    """Its loss would read the logits of the whole row."""
+    row = PackedSequence.from_lengths([3, 5])
+    with pytest.raises(UnsupportedInput, match="label_smoothing_factor for a row that 2 ranks"):
+        SmoothedLabels()(shard_row(row, 0, 2), (1, 8), None)
+    for whole in (None, row, shard_row(row, 0, 1)):
+        SmoothedLabels()(whole, (1, 8), None)
 
 
 def test_a_head_that_is_kept_changes_nothing(group, tmp_path):
