@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_packfree.errors import ContractError, PatchConflict, UnsupportedModel
 from hf_packfree.models.attention import check_attention
@@ -63,7 +64,7 @@ def plan_swaps(model: nn.Module) -> tuple[Family, list[ClassSwap]]:
         if family.made_from_upstream:
             refuse_what_it_cannot_serve(model, trunk)
         _check_mixers(trunk, family, pairs)
-        _check_contracts(trunk, pairs)
+        _check_contracts(model, trunk, pairs)
         check_attention(trunk.config)
         check_rope_type(trunk.config)
     return family, steps
@@ -289,11 +290,20 @@ def _is_one_of(module: nn.Module, names: tuple[str, ...], upstream: str) -> bool
     return any(cls.__name__ in names and cls.__module__ == upstream for cls in type(module).__mro__)
 
 
-def _check_contracts(trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]) -> None:
+def _check_contracts(
+    model: nn.Module, trunk: nn.Module, pairs: dict[type[nn.Module], type[nn.Module]]
+) -> None:
     ours: dict[str, Any] = {cls.__name__: cls for cls in pairs.values()}
     for module in trunk.modules():
         sizes_of = getattr(ours.get(type(module).__name__), "checkpoint_sizes", None)
         if sizes_of is not None and (broken := contract_violations(module, sizes_of)):
+            if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+                raise PatchConflict(
+                    f"found a {type(module).__name__} of whose parameters this rank has a part, "
+                    f"in FullyShardedDataParallel with use_orig_params=True ({'; '.join(broken)}); "
+                    "wanted whole ones, to compare them with the config; call "
+                    "apply_patches(model) first, wrap afterwards"
+                )
             raise ContractError(
                 f"found a {type(module).__name__} unlike its family's checkpoints: "
                 f"{'; '.join(broken)}; wanted what the config says; undo what changed the layer "

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3_5ForCausalLM
 
 from hf_packfree import apply_patches, patch_report
+from hf_packfree.errors import PatchConflict
 from tests.input_formats import row_batch
 from tests.integrations.compare import (
     RATE,
@@ -75,6 +78,27 @@ def test_tensor_parallel(tmp_path, record_property):
         *(worst(first, wanted) for first, _ in two_ranks(tensor_parallel, cases, tmp_path)),
         record_property,
     )
+
+
+def inside_fsdp1(rank: int, orig: bool) -> str | None:
+    """Wrap, then patch: return what it is refused with."""
+    model = tiny()
+    policy = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
+    cpu = torch.device("cpu")
+    wrapped = FSDP1(model, device_id=cpu, use_orig_params=orig, auto_wrap_policy=policy)
+    try:
+        apply_patches(wrapped)
+    except PatchConflict as error:
+        return str(error)
+    return None
+
+
+def test_parameters_that_fsdp1_cut_are_refused_by_its_name(tmp_path):
+    """Of every layer each rank has another part, or nothing."""
+    cut, whole = two_ranks(inside_fsdp1, [(True,), (False,)], tmp_path)
+    for found in cut:
+        assert "FullyShardedDataParallel" in found and "call apply_patches(model) first" in found
+    assert whole == (None, None), "what is hidden while it is cut is as it was"
 
 
 @integration(
