@@ -1,5 +1,5 @@
 """Recompute the input of a linear layer in the backward pass, if one cheap kernel computes that
-input.
+input; and refuse to recompute layers whose patches are gone.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_packfree.errors import PatchConflict
+from hf_packfree.graphs.checkpointing import recomputes
+from hf_packfree.models.base import Replacement
 from hf_packfree.models.linear_weights import compute_dtype
 from hf_packfree.models.plain_layers import plain_layers, project
 from hf_packfree.models.state import PatchState
@@ -92,6 +95,30 @@ def linear_with_recompute(
     result = compute()
     with recompute_saved(result, compute, recompute):
         return project(result.flatten(2), layer, state=state)[0]
+
+
+def keep_patches_until_backward(trunk: Any, hidden: Tensor) -> None:
+    """Let the backward pass of a packed row raise if gradient checkpointing would run the text
+    model's layers again after their patches were removed.
+
+    Args:
+        trunk: the text model.
+        hidden: its hidden states, whose gradient comes before any layer runs again.
+    """
+    if torch.compiler.is_compiling() or not hidden.requires_grad:
+        return
+    if any(recomputes(layer) is not None for layer in trunk.layers):
+        hidden.register_hook(lambda _: _refuse_removed_patches(trunk))
+
+
+def _refuse_removed_patches(trunk: nn.Module) -> None:
+    if not isinstance(trunk, Replacement):
+        raise PatchConflict(
+            "found patches removed between the forward pass of a row and its backward pass, in "
+            f"which gradient checkpointing runs the layers of {type(trunk).__name__} again: they "
+            "would read from one document into the next; wanted the patches in force until then; "
+            "call remove_patches(model) after loss.backward()"
+        )
 
 
 def has_saved_tensor_hooks() -> bool:

@@ -11,6 +11,7 @@ from hf_packfree.models.call import Call
 from hf_packfree.models.captured_layers import in_graph, without_graph
 from hf_packfree.models.compat import CACHE, masks_the_layers_ignore
 from hf_packfree.models.entry import enter
+from hf_packfree.models.recompute import keep_patches_until_backward
 from hf_packfree.models.rotary import check_longest_position, has_fixed_frequencies
 from hf_packfree.models.row import as_requested, positions_for, restore_layers, row_positions
 from hf_packfree.models.state import state_of
@@ -96,6 +97,7 @@ class PackedTrunk(Replacement):
             check_longest_position(self.config, packed, row["position_ids"])
         forward = super().forward
         output = in_graph(self, forward, row, packed) or without_graph(self, forward, row)
+        keep_patches_until_backward(self, output.last_hidden_state)
         self._followed(Call(self, row, of_batch), output)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)

@@ -11,7 +11,11 @@ import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from hf_packfree import apply_patches, remove_patches
+from hf_packfree.errors import PatchConflict
 from hf_packfree.models.recompute import recompute_saved
+from tests.input_formats import row_batch
+from tests.support import checkpoint_layers, tiny, whole_gradients, worst_gradient, wrap_layers
 
 
 def gradients_of(run):
@@ -116,3 +120,44 @@ def test_a_result_that_is_changed_before_it_is_kept_is_kept():
 
     for found, wanted in zip(gradients_of(changed(True)), gradients_of(changed(False))):
         assert torch.equal(found, wanted)
+
+
+def packed_loss(model):
+    return model(**row_batch("positions", [5, 20, 9]).inputs).logits.square().mean()
+
+
+RECOMPUTED = {
+    "not reentrant": lambda model: checkpoint_layers(model, False),
+    "reentrant": lambda model: checkpoint_layers(model, True),
+    "wrapped": wrap_layers,
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "gemma2"])
+@pytest.mark.parametrize("way", RECOMPUTED)
+def test_layers_that_lost_their_patches_are_not_computed_again(family, way):
+    """They would read from one document into the next, and most of them say nothing of it."""
+    model = apply_patches(tiny(family))
+    packed_loss(model).backward()
+    wanted = whole_gradients(model)
+    model.zero_grad()
+    RECOMPUTED[way](model)
+    loss = packed_loss(model)
+    remove_patches(model)
+    with pytest.raises(PatchConflict, match="patches removed between the forward pass of a row"):
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    apply_patches(model)
+    packed_loss(model).backward()
+    assert worst_gradient(whole_gradients(model), wanted) <= 1e-5
+
+
+def test_layers_that_are_not_computed_again_need_no_patches_for_it():
+    model = apply_patches(tiny())
+    packed_loss(model).backward()
+    wanted = whole_gradients(model)
+    model.zero_grad()
+    loss = packed_loss(model)
+    remove_patches(model)
+    loss.backward()
+    assert worst_gradient(whole_gradients(model), wanted) == 0
