@@ -52,6 +52,15 @@ def test_a_folder_of_a_distributions_name_does_not_hide_it(tmp_path, monkeypatch
     assert choose_lengths("equal", 2, 7).lengths == (7, 7)
 
 
+def test_a_line_of_a_file_ends_at_a_newline_alone(tmp_path):
+    """Text inside JSON may hold what else Unicode ends lines with."""
+    file = tmp_path / "lengths.jsonl"
+    text = "a\u2028b\u2029c\x85d"
+    lines = [json.dumps({"length": n, "text": text}, ensure_ascii=False) for n in (3, 9)]
+    file.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    assert choose_lengths(str(file), 2).lengths == (3, 9)
+
+
 def test_a_file_of_lengths_is_read_as_its_quantiles(lengths_file):
     lines = [*range(1, 99), '{"length": 99, "text": "x"}', json.dumps({"input_ids": [0] * 100}), ""]
     sample = choose_lengths(lengths_file(*lines), 4)

@@ -132,7 +132,10 @@ def test_images(own, tmp_path, monkeypatch, capsys):
     if own:
         rows = [_with_a_file(row, tmp_path / f"{seed}.png") for seed, row in enumerate(rows)]
         data = tmp_path / "data.jsonl"
-        data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        # a line of text, not of JSONL, ends there
+        rows[0]["messages"][0]["content"][1]["text"] = "a\u2028b"
+        lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+        data.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         options += ["--data", data]
     monkeypatch.setattr(sys, "argv", ["images.py", *map(str, options)])
     runpy.run_path(str(EXAMPLES / "images.py"), run_name="__main__")

@@ -65,7 +65,8 @@ def main() -> None:
         return {"messages": [first, *rest]}
 
     if options.data:
-        examples = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
+        lines = Path(options.data).read_text(encoding="utf-8").split("\n")
+        examples = [json.loads(line) for line in lines if line.strip()]
     else:
         rows = load_dataset("trl-lib/llava-instruct-mix", split="train[:1000]")
         examples = [conversation(row) for row in rows]

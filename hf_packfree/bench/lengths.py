@@ -106,7 +106,8 @@ def _read(path: Path) -> list[int]:
             "or a JSONL file of lengths; check the name"
         )
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # not splitlines: text inside JSON may hold U+2028 and others, at which it breaks, too
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UnsupportedInput(
             f"found {path}, which is no text in UTF-8 ({error}); wanted a JSONL file of lengths; "

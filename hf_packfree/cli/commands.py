@@ -331,7 +331,9 @@ def _prompts(path: Path) -> list[str]:
             f"found no file {str(path)!r}; wanted prompts, one in a line; check the name"
         )
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # not splitlines, which breaks inside a prompt, too: at U+2028, say
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = [line for line in lines if line.strip()]
     except ValueError as error:
         raise UnsupportedInput(
             f"found {str(path)!r}, which is no text ({error}); wanted UTF-8; save it as that"

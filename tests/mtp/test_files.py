@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_packfree import MTPOptions, apply_patches
 from hf_packfree.cli import main
+from hf_packfree.cli.commands import _prompts
 from hf_packfree.errors import MissingHead, UnsupportedInput, UnsupportedModel
 from hf_packfree.models.rotary import cos_and_sin
 from hf_packfree.mtp.accept import accepted_drafts, rounds_over
@@ -358,6 +359,11 @@ class TestAnswersAreSentences:
             capsys, "somewhere", "--accept", "--text", tmp_path / "prompts.txt"
         )
         assert code == 2 and said in answer
+
+    def test_a_prompt_is_a_line_up_to_its_newline(self, tmp_path):
+        file = tmp_path / "prompts.txt"
+        file.write_bytes("\ufeffone\u2028still one\r\n\ntwo".encode())
+        assert _prompts(file) == ["one\u2028still one", "two"]
 
     def test_a_checkpoint_without_a_head_is_not_tried(self, capsys, tmp_path):
         tiny().save_pretrained(tmp_path)
