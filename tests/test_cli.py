@@ -21,7 +21,7 @@ import hf_packfree.cli
 import hf_packfree.demo
 import hf_packfree.verify
 from hf_packfree.cli import main, show
-from hf_packfree.cli.arguments import EXAMPLES, parser
+from hf_packfree.cli.arguments import EXAMPLES, MOST_VERIFIED, parser
 from hf_packfree.cli.quiet import quiet_libraries
 from hf_packfree.cli.text import section
 from hf_packfree.verify.model_source import build_model
@@ -72,7 +72,9 @@ def test_help_says_what_exit_codes_mean_and_is_what_comes_without_a_command(caps
         (("verify", "qwen3_5", "--device", "nonsense"), "found device 'nonsense'"),
         (("demo", "--steps", "0"), "at least 1"),
         (("demo", "--batch-size", "1"), "at least 2"),
-        (("verify", "qwen3_5", "--lengths", "5,99999999999"), "at most 16777216 in all"),
+        (("verify", "qwen3_5", "--lengths", "5,99999999999"), "at most 1048576 in all"),
+        (("verify", "qwen3_5", "--lengths", "5,1048572"), "found 1048577 tokens; wanted at most"),
+        (("verify", "qwen3_5", "--lengths", "9,9", "--tree"), "found --tree with 2 lengths"),
         (("verify", "qwen3_5", "--device", "meta"), "found device 'meta', which holds no numbers"),
         (("bench", "--seed", "-1"), "at least 0 and at most 4294967295"),
         (("demo", "--seed", "4294967296"), "at least 0 and at most 4294967295"),
@@ -85,6 +87,10 @@ def test_help_says_what_exit_codes_mean_and_is_what_comes_without_a_command(caps
 def test_wrong_usage_is_2_and_a_sentence(capsys, argv, said):
     code, out, err = run(capsys, *argv)
     assert code == 2 and out == "" and said in err and "Traceback" not in err
+
+
+def test_a_row_that_verify_takes_is_one_that_it_measures():
+    assert MOST_VERIFIED == hf_packfree.verify.verify.MOST_TOKENS
 
 
 def test_models_is_the_table(capsys):

@@ -86,6 +86,11 @@ def _measure(options: argparse.Namespace) -> tuple[Any, int]:
     from hf_packfree.verify import verify_packing
 
     given: dict[str, Any] = {"lengths": options.lengths} if options.lengths else {}
+    if options.tree and options.lengths and len(options.lengths) < 3:
+        raise UnsupportedInput(
+            f"found --tree with {len(options.lengths)} lengths; wanted a prompt's and two answers' "
+            "or more, since one sample cannot leak; give three lengths, such as 20,5,64"
+        )
     dtype = getattr(torch, options.dtype) if options.dtype else None
     device = _device(options.device or _fastest())
     try:
