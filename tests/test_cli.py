@@ -590,6 +590,16 @@ def test_a_process_whose_pipe_was_closed_ends_in_silence():
     assert done.returncode == 141 and done.stderr == ""
 
 
+@pytest.mark.parametrize("argv", [("models",), ("models", "--json"), ("--help",)])
+def test_a_process_without_stdout_or_stderr_answers_nobody(argv):
+    """As a service may be started; its exit code is that of the answer all the same, not the 1 of
+    a traceback, which means a leak."""
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"{shlex.join([sys.executable, '-m', 'hf_packfree', *argv])} {closed}"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), closed
+
+
 def test_a_long_cell_does_not_move_other_lines_in_a_pipe(capsys, monkeypatch):
     """What is redirected into a file is pasted into an issue."""
     monkeypatch.delenv("COLUMNS", raising=False)

@@ -24,17 +24,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; those of the process if not given.
     """
+    _open_what_is_closed()
     try:
         try:
             return _run(argv)
         finally:
-            if sys.stdout is not None:
-                # flushed here, where the error of a closed pipe can still be caught
-                sys.stdout.flush()
+            # flushed here, where the error of a closed pipe can still be caught
+            sys.stdout.flush()
     except BrokenPipeError:
         # stdout becomes /dev/null, so that Python's flush at exit does not fail on the closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
+
+
+def _open_what_is_closed() -> None:
+    """Let stdout and stderr that the process was started without (`>&-`) take what is written."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
 
 
 def _run(argv: Sequence[str] | None) -> int:
