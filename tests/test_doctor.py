@@ -533,7 +533,12 @@ def test_adapters_that_fit_no_model_are_refused(tmp_path):
         diagnose(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"peft_type": "LORA"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"peft_type": "LORA"}']
+    # of a model that was built in memory PEFT knows no name
+    + [f'{{"base_model_name_or_path": {name}}}' for name in ("null", '""', "3")],
+)
 def test_damaged_adapters_are_refused(text, tmp_path):
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(UnsupportedModel, match="adapter_config.json damaged"):

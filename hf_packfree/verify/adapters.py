@@ -20,13 +20,15 @@ def base_of_adapters(folder: str | Path) -> str | None:
     if not path.is_file() or (Path(folder) / "config.json").is_file():
         return None
     try:
-        name: str | None = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        name: Any = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"base_model_name_or_path is {name!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(
             f"found {path} damaged ({in_short(error)}); wanted PEFT's, with the name of the model "
-            "that the adapters are for; save the adapters again"
+            "that the adapters are for; save them again, or write it there"
         ) from error
-    return name
+    return str(name)
 
 
 def with_adapters(model: Any, folder: str | Path, *, weights: bool = True) -> Any:
