@@ -299,6 +299,35 @@ def test_a_model_that_is_refused_is_measured_as_it_is(capsys, tmp_path):
     assert err.startswith("packfree: found a BloomModel of bloom, which is not patched: its attent")
 
 
+CODE = {
+    "conf.py": "from transformers import LlamaConfig\nclass Config(LlamaConfig):\n"
+    "    model_type = 'of_its_own'\n",
+    "mod.py": "from transformers import LlamaForCausalLM\nfrom .conf import Config\n"
+    "class Model(LlamaForCausalLM):\n    config_class = Config\n",
+}
+"""A Llama by another name."""
+
+
+def test_code_of_a_checkpoint_runs_where_it_is_trusted_alone(capsys, tmp_path, monkeypatch):
+    # where transformers copies such code to
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    model = build_model("llama")
+    for folder, part in ((tmp_path / "config", model.config), (tmp_path / "weights", model)):
+        part.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        own = {"AutoConfig": "conf.Config", "AutoModelForCausalLM": "mod.Model"}
+        config |= {"model_type": "of_its_own", "architectures": ["Model"], "auto_map": own}
+        (folder / "config.json").write_text(json.dumps(config))
+        for name, text in CODE.items():
+            (folder / name).write_text(text)
+        for command in (("verify",), ("bench",), ("doctor", "--model")):
+            code, _, err = run(capsys, *command, str(folder))
+            assert code == 2 and "packfree verify --trust-remote-code" in " ".join(err.split())
+        code, out, err = run(capsys, "verify", str(folder), *FAST, "--trust-remote-code")
+        assert code == 0 and last(out).startswith("exact: Model (float32, cpu): 3 packed"), err
+
+
 def test_a_model_without_text_is_2(capsys, tmp_path):
     ViTConfig().save_pretrained(tmp_path)
     code, out, err = run(capsys, "verify", str(tmp_path))

@@ -214,7 +214,7 @@ def _config_of(model: str) -> Any:
     from transformers import AutoConfig
 
     from hf_packfree.patching.registry import FAMILIES
-    from hf_packfree.verify.model_source import meant, refuse_missing_path
+    from hf_packfree.verify.model_source import meant, refuse_missing_path, trusted
 
     tiny = {family.name: family for family in FAMILIES}
     if model in tiny and not Path(model).exists():
@@ -227,7 +227,7 @@ def _config_of(model: str) -> Any:
         raise UnsupportedModel(
             f"found no config under {model!r} ({in_short(error)}); wanted a folder, a hub id, or a "
             f"name that packfree models lists{meant(model)}; check the name, and that the hub can "
-            "be reached"
+            f"be reached{trusted(error)}"
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def build_model(
         if isinstance(source, (str, Path)):
             model = _from_name(source, device, dtype, trust_remote_code)
         else:
-            model = _from_config(source, device, dtype)
+            model = _from_config(source, device, dtype, trust_remote_code)
         return model.to(device) if device is not None else model
     except (PackFreeError, ImportError):
         raise
@@ -93,7 +94,7 @@ def _from_name(
             source, trust_remote_code=trust_remote_code
         )
         if path.exists() and not _has_weights(path):
-            return _from_config(config, device, dtype)
+            return _from_config(config, device, dtype, trust_remote_code)
         loader: Any = _class_for(config)
         model: nn.Module = loader.from_pretrained(
             source, dtype=dtype or "auto", trust_remote_code=trust_remote_code
@@ -103,8 +104,18 @@ def _from_name(
         raise UnsupportedModel(
             f"found no model under {str(source)!r} ({in_short(error)}); wanted a checkpoint "
             f"folder, a config, a hub id, or a name that packfree models lists{meant(source)}; "
-            "check the name, and that the hub can be reached"
+            f"check the name, and that the hub can be reached{trusted(error)}"
         ) from error
+
+
+def trusted(error: Exception) -> str:
+    """Return what to do about code that transformers did not run, or ""."""
+    if "trust_remote_code" not in str(error):
+        return ""
+    return (
+        "; if you trust its code, packfree verify --trust-remote-code, or trust_remote_code=True, "
+        "runs it"
+    )
 
 
 def meant(name: str | Path) -> str:
@@ -137,20 +148,26 @@ def _from_config(
     config: transformers.PretrainedConfig,
     device: torch.device | str | None,
     dtype: torch.dtype | None,
+    trust_remote_code: bool,
 ) -> nn.Module:
     """Build a model with random weights, drawn on `device`: on the CPU billions of random numbers
     take minutes.
     """
     loader: Any = _class_for(config)
+    given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if issubclass(loader, nn.Module):
+        build = loader._from_config
+    else:
+        build = partial(loader.from_config, trust_remote_code=trust_remote_code)
     with nullcontext() if device is None else torch.device(device):
-        model: nn.Module = loader._from_config(
-            config, **({} if dtype is None else {"dtype": dtype})
-        )
+        model: nn.Module = build(config, **given)
     return model
 
 
 def _class_for(config: transformers.PretrainedConfig) -> Any:
-    """The class the checkpoint was saved from, else the family's language model."""
+    """The class the checkpoint was saved from, else the family's language model, else the Auto
+    class that finds it in code that comes with the checkpoint.
+    """
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -160,6 +177,9 @@ def _class_for(config: transformers.PretrainedConfig) -> Any:
     for auto in autos[::-1] if hasattr(config, "text_config") else autos:
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
+    own = getattr(config, "auto_map", None) or {}
+    if (found := next((auto for auto in autos if auto.__name__ in own), None)) is not None:
+        return found
     raise UnsupportedModel(
         f"found a {type(config).__name__}, for which transformers has no language model; wanted "
         "the config of a family that packfree models lists; pass one"
