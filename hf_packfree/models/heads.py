@@ -188,13 +188,16 @@ class PackedHead(Head, metaclass=HeadType):
             return with_left_pad_tokens(packed, labelled)
         if state_of(self).context_parallel is not None:
             refuse_labelled_padding(labelled.numel(), ignored)
-        logger.warning(
-            "found %d labels that padding would have to predict; the batch runs padded, as "
-            "transformers does it; set the "
-            "labels of padding, and of the first token after it, to %d to run real tokens only",
-            labelled.numel(),
-            ignored,
-        )
+        # every batch of such data would say so
+        if "labels" not in (said := state_of(self).said):
+            said.add("labels")
+            logger.warning(
+                "found %d labels that padding would have to predict; the batch runs padded, as "
+                "transformers does it; set the "
+                "labels of padding, and of the first token after it, to %d to run real tokens only",
+                labelled.numel(),
+                ignored,
+            )
         return None
 
     def _restore_shape(self, output: Any, packed: PackedSequence) -> None:

@@ -69,6 +69,7 @@ class PatchState(RunOptions):
         observers: called before every training forward of the text model.
         followers: called after every training forward of the text model.
         graphs: the CUDA graphs of the layers of the model's text models.
+        said: what the model's forward has warned of, which it does once.
     """
 
     cuda_half: Kernels = field(default_factory=Kernels)
@@ -81,6 +82,7 @@ class PatchState(RunOptions):
     observers: list[Observer] = field(default_factory=list, compare=False, repr=False)
     followers: list[Follower] = field(default_factory=list, compare=False, repr=False)
     graphs: Graphs = field(default_factory=Graphs, compare=False, repr=False)
+    said: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def why_of(self, ops: Sequence[str]) -> dict[str, str]:
         """Return the entries of `why` for these operations."""
