@@ -34,6 +34,16 @@ def test_what_is_no_tree_is_refused(source):
 
 
 @pytest.mark.parametrize(
+    ("tree", "said"),
+    [("1,1x99999999999", "100,000,000,000 segments"), ("9000000,9,9", "give fewer or shorter seg")],
+)
+def test_a_tree_that_fits_no_machine_is_refused_as_one(capsys, tree, said):
+    """By what a tree has: it is neither of --documents nor of a --longest."""
+    assert main(["bench", "--tree", tree]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
     ("text", "error"),
     [
         ("[]", UnsupportedInput),

@@ -26,6 +26,8 @@ from hf_packfree.packing.tree import Tree
 
 PACKED = "packed"
 SHARED = "tree"
+MOST_SEGMENTS = 2**20
+"""More than any row has room for, and few enough to be listed."""
 _WANTED = (
     "a prompt's tokens and its answers' (512,64,80 or 512,64x16), or a JSON file such as "
     '{"lengths": [512, 64, 80], "parents": [null, 0, 0]}'
@@ -61,13 +63,19 @@ def read_tree(source: str) -> Tree:
 
 
 def _of_words(source: str) -> tuple[list[Any], list[Any]]:
-    lengths = list[Any]()
+    groups = list[tuple[int, int]]()
     try:
         for part in source.split(","):
             length, _, times = part.partition("x")
-            lengths += [int(length)] * int(times or 1)
+            groups.append((int(length), int(times or 1)))
     except ValueError:
         return [], []
+    if (many := sum(max(times, 0) for _, times in groups)) > MOST_SEGMENTS:
+        raise UnsupportedInput(
+            f"found {many:,} segments for --tree; wanted at most {MOST_SEGMENTS:,}, which a row "
+            "has room for; give fewer"
+        )
+    lengths = [length for length, times in groups for _ in range(times)]
     return lengths, [None, *[0] * (len(lengths) - 1)]
 
 

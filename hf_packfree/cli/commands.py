@@ -201,7 +201,8 @@ def _bench_tree(options: argparse.Namespace) -> int:
             "has no picture; leave one out"
         )
     tree = read_tree(options.tree)
-    _affordable(tuple(tree.before[leaf] + tree.lengths[leaf] for leaf in tree.leaves))
+    samples = tuple(tree.before[leaf] + tree.lengths[leaf] for leaf in tree.leaves)
+    _affordable(samples, "fewer or shorter segments")
     report = _timed(options, run_tree_bench, TreeOptions, tree.lengths, parents=tree.parents)
     _answer(options, report, show.tree_bench, ".")
     return FINE if report.complete else BROKEN
@@ -228,13 +229,15 @@ def _timed(
         return run(wanted, lambda name, done, total: move("training steps", done, total, name))
 
 
-def _affordable(lengths: tuple[int, ...]) -> tuple[int, ...]:
+def _affordable(
+    lengths: tuple[int, ...], less: str = "fewer --documents or a smaller --longest"
+) -> tuple[int, ...]:
     tokens = len(lengths) * max(lengths)
     if tokens > MOST_TOKENS:
         raise UnsupportedInput(
             f"found {len(lengths):,} documents of up to {max(lengths):,} tokens, padded "
             f"{tokens:,}; wanted at most "
-            f"{MOST_TOKENS:,}; give fewer --documents or a smaller --longest"
+            f"{MOST_TOKENS:,}; give {less}"
         )
     return lengths
 
