@@ -328,6 +328,19 @@ def test_code_of_a_checkpoint_runs_where_it_is_trusted_alone(capsys, tmp_path, m
         assert code == 0 and last(out).startswith("exact: Model (float32, cpu): 3 packed"), err
 
 
+def test_a_model_that_transformers_cannot_run_is_2(capsys):
+    """A tiny one of this type, whose layers have other sizes than its heads."""
+    code, out, err = run(capsys, "verify", "xlstm", *FAST)
+    assert code == 2 and out == "" and "which fails as it is (RuntimeError" in err, err
+
+
+def test_a_device_that_is_absent_is_said_in_a_sentence(capsys):
+    code, _, err = run(capsys, "verify", "qwen3_5", "--device", "mps")
+    if code == 0:
+        pytest.skip("there is one")
+    assert code == 2 and "found device 'mps'" in err and len(err) < 300, err
+
+
 def test_a_model_without_text_is_2(capsys, tmp_path):
     ViTConfig().save_pretrained(tmp_path)
     code, out, err = run(capsys, "verify", str(tmp_path))

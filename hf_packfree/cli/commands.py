@@ -124,7 +124,8 @@ def _device(text: str) -> Any:
         device = torch.device(text)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
+        # of an absent backend torch lists all others behind the first sentence
+        reason = str(error).strip().splitlines()[0].partition(". ")[0]
         raise UnsupportedInput(
             f"found device {text!r}, which is not usable here ({reason}); wanted cpu, cuda or mps; "
             "packfree doctor lists them"

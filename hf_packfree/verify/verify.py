@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_packfree.errors import BlindMeasurement, LeakDetected, UnsupportedModel
+from hf_packfree.errors import (
+    BlindMeasurement,
+    LeakDetected,
+    PackFreeError,
+    UnsupportedModel,
+    in_short,
+    ran_out,
+)
 from hf_packfree.models.state import find_state
 from hf_packfree.ops.backend import dtype_name
 from hf_packfree.patching.apply import apply_patches, patches_lifted
@@ -103,8 +110,8 @@ def verify_packing(
             documents alone already give NaN or Inf; or, without `slow_decay`, a decay's gradient
             differs from theirs and nothing else does: upstream's rounds there.
         UnsupportedModel: `model` contains no text model of transformers, no model can be built from
-            it, its parameters are on meta or were made in inference mode, or FSDP2 shards it and a
-            control is wanted.
+            it, its parameters are on meta or were made in inference mode, FSDP2 shards it and a
+            control is wanted, or transformers cannot run it and it is not patched.
         BoundaryError: `tree` is no tree of segments of these lengths.
         ValueError: `lengths` or `tree` names fewer than two documents or samples; `lengths` none
             longer than one token, or more tokens than can be measured; `tree` is no list; `seed` is
@@ -159,7 +166,7 @@ def verify_packing(
         parents=_parents(tree, len(lengths)),
     )
     with prepared(model, slow_decay), no_advice(), no_tf32_in_cudnn():
-        patched = probe.measure()
+        patched = _measured(probe, model, refused)
         limits = limits_for(probe.device, probe.autocast or probe.dtype, probe.packages)
         if _may_be_rounding(patched, limits, probe.autocast or probe.dtype):
             # both runs round: documents packed, and alone
@@ -193,6 +200,20 @@ def _patched_if_possible(model: nn.Module) -> str | None:
             raise
         return error.reason
     return None
+
+
+def _measured(probe: Probe, model: nn.Module, refused: str | None) -> Measurement:
+    """Measure a model; what transformers itself cannot run is refused as that."""
+    try:
+        return probe.measure()
+    except Exception as error:
+        if refused is None or isinstance(error, PackFreeError) or ran_out(error):
+            raise
+        raise UnsupportedModel(
+            f"found a {type(model).__name__}, which fails as it is ({in_short(error)}), and is not "
+            f"patched: {refused}; wanted a model that transformers runs; pass a config or "
+            "checkpoint of other sizes"
+        ) from error
 
 
 def _whole_lengths(given: Any) -> tuple[int, ...]:
