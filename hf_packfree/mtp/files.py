@@ -21,6 +21,7 @@ from hf_packfree.mtp.checkpoint import (
     SINGLE,
     HeadTensors,
     Shapes,
+    file_of,
     head_tensors,
     opened,
     read_index,
@@ -95,7 +96,7 @@ def examine(checkpoint: str) -> HeadReport:
         MissingHead: the checkpoint has no safetensors.
     """
     config = _config_of(checkpoint)
-    tensors = head_tensors(checkpoint)
+    tensors = _tensors_of(checkpoint)
     promised = next((getattr(config, name) for name in DEPTHS if hasattr(config, name)), None)
     faults = tensors.faults(wanted_shapes(config, max(tensors.layers, 1))) if tensors.files else []
     layout = (
@@ -113,6 +114,20 @@ def examine(checkpoint: str) -> HeadReport:
         layout if tensors.files else None,
         tuple(faults),
     )
+
+
+def _tensors_of(checkpoint: str) -> HeadTensors:
+    """Return the tensors of a checkpoint's head, if it has one.
+
+    Raises:
+        MissingHead: the checkpoint has no safetensors.
+    """
+    if file_of(checkpoint, SINGLE) is None and file_of(checkpoint, INDEX) is None:
+        raise MissingHead(
+            f"found neither {SINGLE} nor {INDEX} in {checkpoint}; wanted a checkpoint with its "
+            "weights; check the name, and that the hub can be reached"
+        )
+    return head_tensors(checkpoint)
 
 
 def wanted_shapes(config: Any, layers: int) -> Shapes:
@@ -145,12 +160,12 @@ def copy_head(base: str, checkpoint: str, out: str | Path) -> HeadReport:
         raise UnsupportedInput(
             f"found {out}, which is not empty; wanted a new folder; name another one"
         )
-    if found := head_tensors(checkpoint).files:
+    if found := _tensors_of(checkpoint).files:
         raise UnsupportedInput(
             f"found {len(found)} tensors of a multi-token prediction head in {checkpoint}; wanted "
             f"none; packfree mtp {checkpoint} says whether they are whole"
         )
-    config, tensors = _config_of(checkpoint), head_tensors(base)
+    config, tensors = _config_of(checkpoint), _tensors_of(base)
     if not tensors.files:
         raise MissingHead(
             f"found no multi-token prediction head in {base}; wanted the base model's checkpoint; "

@@ -365,6 +365,20 @@ class TestAnswersAreSentences:
         file.write_bytes("\ufeffone\u2028still one\r\n\ntwo".encode())
         assert _prompts(file) == ["one\u2028still one", "two"]
 
+    def test_a_checkpoint_without_weights(self, capsys, tmp_path):
+        """By what the command can be given, and not by options of `apply_patches`."""
+        tiny().save_pretrained(tmp_path / "whole")
+        tiny().config.save_pretrained(tmp_path)
+        for options in (
+            [tmp_path],
+            [tmp_path / "whole", "--copy-from", tmp_path, "--to", tmp_path / "new"],
+        ):
+            code, answer = self.answer(capsys, *options)
+            assert code == 2 and answer.endswith(
+                f"found neither model.safetensors nor model.safetensors.index.json in {tmp_path}; "
+                "wanted a checkpoint with its weights; check the name, and that the hub can be reached"
+            )
+
     def test_a_checkpoint_without_a_head_is_not_tried(self, capsys, tmp_path):
         tiny().save_pretrained(tmp_path)
         (tmp_path / "prompts.txt").write_text("w3")
