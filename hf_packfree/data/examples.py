@@ -30,6 +30,7 @@ _SEVERAL: dict[str, Callable[[Tensor], bool]] = {
     "position_ids": lambda line: bool((line.diff() != 1).any()),
     "seq_idx": lambda line: bool((line.diff() != 0).any()),
     "cu_seq_lens_q": lambda line: len(line) > 2,
+    "cu_seq_lens_k": lambda line: len(line) > 2,
     "seq_lengths": lambda line: len(line) > 1,
 }
 """{column: whether its values show that documents were packed already}, as transformers and TRL
@@ -106,9 +107,7 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
     ids = _line("input_ids", output["input_ids"])
     _refuse_packs(output)
     labels = ids if output.get("labels") is None else _line("labels", output["labels"], ids)
-    mask = output.get("attention_mask")
-    real = torch.ones_like(ids) if mask is None else _line("attention_mask", mask, ids)
-    real = real.bool()
+    real = _real_tokens(output, ids)
     if assistant_only:
         labels = torch.where(_assistant_mask(output, ids), labels, IGNORED)
     given = {
@@ -130,6 +129,22 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
             "the tokens out, or set their labels to -100 if they are to be read and not learnt"
         )
     return Document(ids[real], labels[real].clone(), media)
+
+
+def _real_tokens(output: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """Return bool [n], False for padding, from a mask that has one value for all real tokens."""
+    mask = output.get("attention_mask")
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    line = _line("attention_mask", mask, ids)
+    values = sorted({*line.tolist(), 0})
+    if len(values) > 2 or values[0] < 0:
+        raise UnsupportedInput(
+            f"found {in_brief(values)} in attention_mask: several documents, or an additive mask; "
+            "wanted 1 for the tokens of one document and 0 for padding; pass the data set as it "
+            "was before it was packed: this collator packs"
+        )
+    return line.bool()
 
 
 def _refuse_packs(output: Mapping[str, Any]) -> None:

@@ -101,6 +101,9 @@ IDS = [5, 6, 7]
         ({"position_ids": torch.tensor([[0, 0, 1]])}, "found position_ids of several documents"),
         ({"seq_lengths": [2, 1]}, "found seq_lengths of several documents"),
         ({"cu_seq_lens_q": [0, 2, 3]}, "found cu_seq_lens_q of several documents"),
+        ({"cu_seq_lens_k": [0, 2, 3]}, "found cu_seq_lens_k of several documents"),
+        ({"attention_mask": [1, 1, 2]}, r"found \[0, 1, 2\] in attention_mask: several documents"),
+        ({"attention_mask": [0, 0, -10000]}, r"found \[-10000, 0\] in attention_mask"),
         ({"seq_idx": np.array([0, 0, 1])}, "found seq_idx of several documents"),
     ],
 )
@@ -117,6 +120,7 @@ def test_outputs_that_fit_no_document(wrong, said):
         {"cu_seq_lens_q": [0, 3]},
         {"seq_idx": [[7, 7, 7]]},
         {"position_ids": None, "seq_lengths": None},
+        {"attention_mask": [2, 2, 2]},
     ],
 )
 def test_one_document_may_say_so(beside):
