@@ -121,6 +121,9 @@ class DeferredLayer:
             with _InPlaceOfProduct(layer, self._multiplied), self._keep_weights():
                 # FSDP's hooks around the layer's forward gather the weights
                 self.returned = layer(hidden)
+            # what the layer itself did with its product is no step of the head
+            if self.made is not None:
+                head_scales(self.made, self.until_loss)
             return self.returned
         logits: Tensor = layer(hidden)
         return logits
@@ -144,7 +147,6 @@ class DeferredLayer:
             return F.linear(hidden, layer.weight, layer.bias)
         self.loss_backend = LOSS.backend(kernels["loss"])
         self.made = lazy_logits(*parts, lambda: gathered(layer), kernels["loss"])
-        head_scales(self.made, self.until_loss)
         return self.made
 
     @contextmanager

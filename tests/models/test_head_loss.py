@@ -381,6 +381,15 @@ def test_somebody_elses_cross_entropy_is_called(monkeypatch):
     )
 
 
+def test_a_forward_of_all_linear_layers_is_in_the_loss_as_in_the_logits(monkeypatch):
+    forward, batch = nn.Linear.forward, packed_batch()
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
+    found, grads = step(apply_patches(tiny()), batch)
+    wanted, wanted_grads = step(apply_patches(tiny(), backend=UPSTREAM), batch)
+    assert abs(found.loss.item() - wanted.loss.item()) <= LOSS_TOL * abs(wanted.loss.item())
+    assert worst_gradient(grads, wanted_grads) <= GRADIENT_TOL
+
+
 def test_rows_of_one_document_are_upstreams_bit_for_bit():
     model, batch = tiny(), padded_batch("right")
     batch = {name: batch[name][:1] for name in ("input_ids", "labels")}
