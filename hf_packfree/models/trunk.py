@@ -19,6 +19,12 @@ from hf_packfree.models.tree_checks import check_tree_layers
 from hf_packfree.packing import PackedSequence, repad, unpad
 from hf_packfree.parallel.collectives import gather_row
 
+_OF_THE_BATCH = {"cache_position", "logits_to_keep"}
+"""Arguments that count tokens of the batch, not of the row: transformers 5.2 and 5.3 read the
+first; by the second, Gemma 4 drops tokens before its layers that share keys, as the head does after
+them.
+"""
+
 
 class PackedTrunk(Replacement):
     """Put in front of a family's text model: reads boundaries, runs a packed batch as one row, and
@@ -78,12 +84,10 @@ class PackedTrunk(Replacement):
 
     def _forward_packed(self, call: Call, of_batch: PackedSequence, *, count_all: bool) -> Any:
         packed = of_batch.for_shape(call.batch.shape)
-        # the caller's `cache_position`, which transformers 5.2 and 5.3 read, counts tokens of the
-        # batch, not of the row
-        row = {name: value for name, value in call.arguments.items() if name != "cache_position"}
+        row = {name: value for name, value in call.arguments.items() if name not in _OF_THE_BATCH}
         row |= {
             name: unpad(row[name], packed)
-            for name in ("input_ids", "inputs_embeds")
+            for name in ("input_ids", "inputs_embeds", "per_layer_inputs")
             if row.get(name) is not None
         }
         row |= {

@@ -29,6 +29,7 @@ from tests.input_formats import (
     block_mask,
     one_row,
     row_batch,
+    rows_batch,
 )
 from tests.integrations.compare import in_steps, labelled, per_document, worst
 from tests.integrations.marks import needs
@@ -221,6 +222,33 @@ def test_heads_of_512():
     assert_exact(model, row_batch("positions", EDGES))
     wide = {layer.self_attn.head_dim for layer in model.model.layers}
     assert wide == {256, 512} and op_sizes(model, row)["head_size"] == 512
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("keep", [1, 30])
+def test_kept_logits_are_those_of_their_documents(family, keep):
+    """Gemma 4's text model drops the other tokens before its last layers, in its own forward."""
+    batch = row_batch("positions", EDGES)
+    model = apply_patches(tiny(family, attention="eager"))
+    for attention in ("eager", "sdpa") if model._supports_sdpa else ("eager",):
+        model.set_attn_implementation(attention)
+        wanted = model(**batch.inputs).logits[:, -keep:]
+        found = model(**batch.inputs, logits_to_keep=keep).logits
+        assert relative_rms(found, wanted) <= LOGIT_TOL
+
+
+@pytest.mark.skipif("gemma4_text" not in by_family, reason="this transformers has no Gemma 4")
+def test_inputs_per_layer_follow_the_row():
+    """Of several rows and of padded ones, which run as one row."""
+    model = apply_patches(tiny("gemma4_text"))
+    for batch in (rows_batch("indexed").inputs, padded_batch("left")):
+        given = {"attention_mask": batch["attention_mask"], "use_cache": False}
+        ids = batch["input_ids"]
+        wanted = model.model(ids, **given).last_hidden_state
+        given["inputs_embeds"] = model.model.embed_tokens(ids)
+        given["per_layer_inputs"] = model.model.get_per_layer_inputs(ids)
+        found = model.model(**given).last_hidden_state
+        assert relative_rms(found, wanted) <= LOGIT_TOL
 
 
 EXPERTS = [
