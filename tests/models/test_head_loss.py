@@ -381,6 +381,27 @@ def test_somebody_elses_cross_entropy_is_called(monkeypatch):
     )
 
 
+# torch.compile hides its own warnings, unless they are errors
+@pytest.mark.filterwarnings("default")
+@pytest.mark.slow
+def test_a_loss_that_is_compiled_by_itself_gets_an_ordinary_copy():
+    batch, model = packed_batch(), apply_patches(tiny())
+    targets = batch.pop("labels")[:, 1:]
+
+    def loss(logits):
+        return nn.functional.cross_entropy(logits[0, :-1], targets[0])
+
+    wanted = loss(model(**batch).logits)
+    grads = torch.autograd.grad(wanted, list(model.parameters()))
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = compiled(model(**batch).logits + 0)
+    assert abs(found.item() - wanted.item()) <= LOSS_TOL * wanted.item()
+    for one, other in zip(torch.autograd.grad(found, list(model.parameters())), grads):
+        assert relative_rms(one, other) <= GRADIENT_TOL
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Lazy"):
+        compiled(model(**batch).logits)
+
+
 def test_a_forward_of_all_linear_layers_is_in_the_loss_as_in_the_logits(monkeypatch):
     forward, batch = nn.Linear.forward, packed_batch()
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
