@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_packfree.errors import PatchConflict
-from hf_packfree.graphs.checkpointing import recomputes
+from hf_packfree.graphs.checkpointing import FUNCTION, recomputes
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.linear_weights import compute_dtype
 from hf_packfree.models.plain_layers import plain_layers, project
@@ -97,18 +98,27 @@ def linear_with_recompute(
         return project(result.flatten(2), layer, state=state)[0]
 
 
-def keep_patches_until_backward(trunk: Any, hidden: Tensor) -> None:
+def keep_patches_until_backward(trunk: Any, output: Any) -> None:
     """Let the backward pass of a packed row raise if gradient checkpointing would run the text
     model's layers again after their patches were removed.
 
     Args:
         trunk: the text model.
-        hidden: its hidden states, whose gradient comes before any layer runs again.
+        output: its output, whose hidden states' gradients come before the layers below run again.
     """
-    if torch.compiler.is_compiling() or not hidden.requires_grad:
+    if torch.compiler.is_compiling() or not any(map(_is_recomputed, trunk.layers)):
         return
-    if any(recomputes(layer) is not None for layer in trunk.layers):
-        hidden.register_hook(lambda _: _refuse_removed_patches(trunk))
+    for hidden in (output.last_hidden_state, *(output.get("hidden_states") or ())):
+        # a leaf is the caller's, and no layer is below it
+        if hidden.requires_grad and not hidden.is_leaf:
+            hidden.register_hook(lambda _: _refuse_removed_patches(trunk))
+
+
+def _is_recomputed(layer: Any) -> bool:
+    layer = layer.module if isinstance(layer, FullyShardedDataParallel) else layer
+    found = recomputes(layer)
+    # transformers' own recompute nothing in evaluation
+    return found is not None and (found != FUNCTION or layer.training)
 
 
 def _refuse_removed_patches(trunk: nn.Module) -> None:

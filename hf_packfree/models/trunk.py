@@ -101,7 +101,7 @@ class PackedTrunk(Replacement):
             check_longest_position(self.config, packed, row["position_ids"])
         forward = super().forward
         output = in_graph(self, forward, row, packed) or without_graph(self, forward, row)
-        keep_patches_until_backward(self, output.last_hidden_state)
+        keep_patches_until_backward(self, output)
         self._followed(Call(self, row, of_batch), output)
         output.last_hidden_state = repad(output.last_hidden_state, packed)
         restore_layers(output, packed, count_all=count_all)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3_5ForCausalLM
 
-from hf_packfree import apply_patches, patch_report
+from hf_packfree import apply_patches, patch_report, remove_patches
 from hf_packfree.errors import PatchConflict
 from tests.input_formats import row_batch
 from tests.integrations.compare import (
@@ -23,7 +23,7 @@ from tests.integrations.compare import (
 )
 from tests.integrations.marks import integration
 from tests.ranks import two_ranks
-from tests.support import CONTROL, GRADIENT_TOL, ROW, tiny
+from tests.support import CONTROL, GRADIENT_TOL, ROW, checkpoint_layers, tiny
 
 
 def check(error: float, control: float, record_property) -> None:
@@ -99,6 +99,30 @@ def test_parameters_that_fsdp1_cut_are_refused_by_its_name(tmp_path):
     for found in cut:
         assert "FullyShardedDataParallel" in found and "call apply_patches(model) first" in found
     assert whole == (None, None), "what is hidden while it is cut is as it was"
+
+
+def patches_removed_in_fsdp1(rank: int, reentrant: bool) -> str | None:
+    """Remove patches between forward and backward of recomputed layers: return the refusal."""
+    model = apply_patches(tiny("gemma2"))
+    checkpoint_layers(model, reentrant)
+    policy = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
+    wrapped = FSDP1(
+        model, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy
+    )
+    loss = wrapped(**row_batch("positions", ROW).inputs).logits.square().mean()
+    remove_patches(model)
+    try:
+        loss.backward()
+    except PatchConflict as error:
+        return str(error)
+    return None
+
+
+def test_layers_in_fsdp1_that_lost_their_patches_are_not_computed_again(tmp_path):
+    """Recomputed with `use_reentrant=True` they would read each other's documents in silence."""
+    for found in two_ranks(patches_removed_in_fsdp1, [(True,), (False,)], tmp_path):
+        for said in found:
+            assert said is not None and "found patches removed between the forward pass" in said
 
 
 @integration(

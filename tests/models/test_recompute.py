@@ -126,6 +126,11 @@ def packed_loss(model):
     return model(**row_batch("positions", [5, 20, 9]).inputs).logits.square().mean()
 
 
+def loss_of_a_layer_before_the_last(model):
+    output = model(**row_batch("positions", [5, 20, 9]).inputs, output_hidden_states=True)
+    return output.hidden_states[-2].square().mean()
+
+
 RECOMPUTED = {
     "not reentrant": lambda model: checkpoint_layers(model, False),
     "reentrant": lambda model: checkpoint_layers(model, True),
@@ -133,30 +138,35 @@ RECOMPUTED = {
 }
 
 
+@pytest.mark.parametrize("loss_of", [packed_loss, loss_of_a_layer_before_the_last])
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "gemma2"])
 @pytest.mark.parametrize("way", RECOMPUTED)
-def test_layers_that_lost_their_patches_are_not_computed_again(family, way):
+def test_layers_that_lost_their_patches_are_not_computed_again(family, way, loss_of):
     """They would read from one document into the next, and most of them say nothing of it."""
     model = apply_patches(tiny(family))
-    packed_loss(model).backward()
+    loss_of(model).backward()
     wanted = whole_gradients(model)
     model.zero_grad()
     RECOMPUTED[way](model)
-    loss = packed_loss(model)
+    loss = loss_of(model)
     remove_patches(model)
     with pytest.raises(PatchConflict, match="patches removed between the forward pass of a row"):
         loss.backward(retain_graph=True)
     model.zero_grad()
     apply_patches(model)
-    packed_loss(model).backward()
+    loss_of(model).backward()
     assert worst_gradient(whole_gradients(model), wanted) <= 1e-5
 
 
-def test_layers_that_are_not_computed_again_need_no_patches_for_it():
+@pytest.mark.parametrize("in_evaluation", [False, True])
+def test_layers_that_are_not_computed_again_need_no_patches_for_it(in_evaluation):
     model = apply_patches(tiny())
     packed_loss(model).backward()
     wanted = whole_gradients(model)
     model.zero_grad()
+    if in_evaluation:
+        checkpoint_layers(model)
+        model.eval()
     loss = packed_loss(model)
     remove_patches(model)
     loss.backward()
