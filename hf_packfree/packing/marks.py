@@ -45,6 +45,9 @@ class Mark(Generic[T]):
 
     def take(self, on: Any) -> T | None:
         """Return the value, or None, and remove the attribute."""
+        # torch.compile cannot trace vars() of a tensor
+        if self.of(on) is None:
+            return None
         found: T | None = vars(on).pop(self.name, None)
         return found
 

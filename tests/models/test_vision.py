@@ -298,6 +298,23 @@ def test_empty_tensors_of_media_are_none(qwen, form, documents):
     assert relative_rms(torch.cat(parts), torch.cat(qwen.wanted[0][:documents])) <= LOGIT_TOL
 
 
+# torch.compile hides its own warnings, unless they are errors
+@pytest.mark.filterwarnings("default")
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["4 rows", "right"])
+def test_media_in_a_compiled_model(qwen, form):
+    given = qwen.given[1:3]
+    batch = (
+        padded_batch(form, given)
+        if form == "right"
+        else packed_batch(form, given, qwen.unpatched.model)
+    )
+    torch.compiler.reset()
+    logits = batch.call(torch.compile(qwen.model, backend="eager")).logits
+    torch.compiler.reset()
+    assert relative_rms(torch.cat(batch.cut(logits)), torch.cat(qwen.wanted[0][1:3])) <= LOGIT_TOL
+
+
 @pytest.mark.parametrize("form", ["indexed mask", "seq_idx"])
 def test_rows_whose_documents_are_numbered(case, form):
     """Two rows without positions: 0 is padding in a mask, and a document that nobody reads in
