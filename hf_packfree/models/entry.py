@@ -131,11 +131,12 @@ def _may_be_sounding(call: Call) -> bool:
 
 
 def _has_features_of_generation(call: Call) -> bool:
-    """Whether towers ran in `generate()`, which passes what they give without the sizes of items,
-    in training mode, too.
+    """Whether towers ran in `generate()`, which passes what they give without the sizes of items
+    but with positions, in training mode, too.
     """
     features = call.get("mm_encoder_outputs") or {}
-    return call.labels is None and any(
+    without_loss = call.labels is None and call.position_ids is not None
+    return without_loss and any(
         features.get(kind) is not None and call.get(size) is None for kind, size in SIZES.items()
     )
 

@@ -16,13 +16,17 @@ from hf_packfree.patching.registry import family_of
 from tests.support import GRADIENT_TOL, LOGIT_TOL, checkpoint_layers, errors, recorded, relative_rms
 from tests.vision import (
     alone,
+    document,
     documents,
+    image,
     media_arguments,
     packed_batch,
     padded_batch,
     random_weights,
     run,
+    style_of,
     tiny_vision,
+    video,
 )
 
 pytestmark = pytest.mark.compat
@@ -133,6 +137,18 @@ class TestFeaturesFromOutside:
         batch = packed_batch("4 rows", given, unpatched.model)
         with pytest.raises(BoundaryError, match="image features without image_grid_thw"):
             model(**batch.inputs, mm_encoder_outputs=self.split(model, batch)[1])
+
+    @pytest.mark.parametrize("labelled", [True, False])
+    def test_nor_is_one_document_numbered_as_text(self, unpatched, labelled):
+        """Where such rows run in the patched layers; `generate()` passes positions."""
+        model = apply_patches(copy.deepcopy(unpatched), unpacked="native")
+        style = style_of(unpatched.model)
+        one = document(2, image(8, 4), 3, video(2, 4, 6), 4, style=style)
+        batch = padded_batch("right", [one])
+        outputs = self.split(model, batch)[1]
+        labels = {"labels": batch.inputs["input_ids"]} if labelled else {}
+        with pytest.raises(BoundaryError, match="image features without image_grid_thw"):
+            model(**batch.inputs, **labels, mm_encoder_outputs=outputs)
 
 
 @pytest.mark.parametrize("kind", ["eager attention", "patched while loading"])
