@@ -115,7 +115,9 @@ def keep_patches_until_backward(trunk: Any, output: Any) -> None:
 
 
 def _is_recomputed(layer: Any) -> bool:
-    layer = layer.module if isinstance(layer, FullyShardedDataParallel) else layer
+    if isinstance(layer, FullyShardedDataParallel):
+        # its `module` skips torch's wrapper
+        layer = next(layer.children())
     found = recomputes(layer)
     # transformers' own recompute nothing in evaluation
     return found is not None and (found != FUNCTION or layer.training)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,7 @@ from tests.integrations.compare import (
 )
 from tests.integrations.marks import integration
 from tests.ranks import two_ranks
-from tests.support import CONTROL, GRADIENT_TOL, ROW, checkpoint_layers, tiny
+from tests.support import CONTROL, GRADIENT_TOL, ROW, checkpoint_layers, tiny, wrap_layers
 
 
 def check(error: float, control: float, record_property) -> None:
@@ -101,10 +102,15 @@ def test_parameters_that_fsdp1_cut_are_refused_by_its_name(tmp_path):
     assert whole == (None, None), "what is hidden while it is cut is as it was"
 
 
-def patches_removed_in_fsdp1(rank: int, reentrant: bool) -> str | None:
-    """Remove patches between forward and backward of recomputed layers: return the refusal."""
+def patches_removed_in_fsdp1(rank: int, reentrant: bool | None) -> str | None:
+    """Remove patches between forward and backward of layers that transformers recomputes, or, for
+    None, torch's wrapper: return the refusal.
+    """
     model = apply_patches(tiny("gemma2"))
-    checkpoint_layers(model, reentrant)
+    if reentrant is None:
+        wrap_layers(model, checkpoint_impl=CheckpointImpl.REENTRANT)
+    else:
+        checkpoint_layers(model, reentrant)
     policy = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
     wrapped = FSDP1(
         model, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=policy
@@ -120,7 +126,7 @@ def patches_removed_in_fsdp1(rank: int, reentrant: bool) -> str | None:
 
 def test_layers_in_fsdp1_that_lost_their_patches_are_not_computed_again(tmp_path):
     """Recomputed with `use_reentrant=True` they would read each other's documents in silence."""
-    for found in two_ranks(patches_removed_in_fsdp1, [(True,), (False,)], tmp_path):
+    for found in two_ranks(patches_removed_in_fsdp1, [(True,), (False,), (None,)], tmp_path):
         for said in found:
             assert said is not None and "found patches removed between the forward pass" in said
 
