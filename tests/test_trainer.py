@@ -373,12 +373,18 @@ def test_it_says_what_it_keeps_of_a_model_that_was_patched_before(before, given,
 
 @pytest.mark.parametrize(
     ("packing", "warns"),
-    [({}, False), ({"packing_strategy": "bfd"}, False), ({"packing_strategy": "wrapped"}, True)],
+    [
+        ({}, False),
+        ({"packing_strategy": "bfd"}, False),
+        ({"packing_strategy": "wrapped"}, True),
+        ({"packing_strategy": "wrapped", "packing": False}, False),
+        ({"packing_strategy": "wrapped", "packing": False, "eval_packing": True}, True),
+    ],
 )
 def test_it_warns_of_rows_that_say_nothing_of_their_documents(packing, warns, caplog):
     Accelerator(cpu=True)
     arguments = of_a_trainer()
-    vars(arguments).update(packing=True, **packing)
+    vars(arguments).update({"packing": True, **packing})
     PackFreeCallback().on_init_end(arguments, None, None, model=tiny())
     assert ("found packing_strategy='wrapped'" in caplog.text) == warns
 
@@ -417,6 +423,27 @@ def test_it_warns_of_documents_that_the_collator_does_not_tell_apart(
     )
     found = [one for one in caplog.messages if "so that they read each other" in one]
     assert len(found) == (said is not None) and all(said in one for one in found)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_warns_of_documents_that_evaluation_does_not_tell_apart(
+    packed, several, tmp_path, caplog
+):
+    """As TRL's `eval_packing=True` makes them, without `packing=True`."""
+    of_documents = SimpleNamespace(column_names=["input_ids", "labels"], __len__=lambda: 0)
+    rows = SimpleNamespace(column_names=["input_ids", "seq_lengths"], __len__=lambda: 0)
+    rows = rows if packed else of_documents
+    Trainer(
+        tiny(),
+        arguments(tmp_path),
+        train_dataset=of_documents,
+        eval_dataset={"other": of_documents, "some": rows} if several else rows,
+        data_collator=DefaultDataCollator(),
+        callbacks=[PackFreeCallback()],
+    )
+    found = [one for one in caplog.messages if "the column seq_lengths of eval_dataset" in one]
+    assert len(found) == packed
 
 
 def test_evaluation_and_saving(tmp_path):
