@@ -113,3 +113,14 @@ def test_experts_that_no_router_counts_are_said():
         if hasattr(part, "top_k"):
             del part.top_k
     assert "found experts, and no router" in why_not_counted(model.model)
+
+
+def test_a_module_of_input_features_alone_is_counted_by_its_weights():
+    """As the rotations of PEFT's OFT are, which stopped the Trainer as it began to train."""
+    model = apply_patches(tiny())
+    before = FlopsPerToken(model, model.model)(0.0)
+    rotation = torch.nn.Module()
+    rotation.in_features, rotation.weight = 64, torch.nn.Parameter(torch.ones(8, 28))
+    model.model.layers[0].rotation = rotation
+    assert why_not_counted(model.model) is None
+    assert FlopsPerToken(model, model.model)(0.0) == before + 3 * 2 * 8 * 28

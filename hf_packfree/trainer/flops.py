@@ -110,7 +110,8 @@ def _weights(module: Any, chosen: int) -> int:
     # PEFT's wrappers also have the sizes of the layer inside, which is counted itself
     if getattr(module, "base_layer", None) is not None or isinstance(module, nn.Embedding):
         return 0
-    if hasattr(module, "in_features"):
+    # rotations (OFT) say what goes in alone
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
         # by features, because tensors of 4-bit weights are smaller
         return int(module.in_features * module.out_features)
     sizes = {name: size_of(part) for name, part in module.named_parameters(recurse=False)}
