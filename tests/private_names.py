@@ -140,6 +140,9 @@ PRIVATE = {
         "transformers 5.24",
         "the multi-token head is recomputed as the model's layers are, in CUDA graphs, too",
     ),
+    "_signature_columns": Private(
+        "transformers 5.24", "columns that a Trainer keeps, which TRL's decide by themselves"
+    ),
     "_tr_loss": Private(
         "transformers 5.24",
         "the mean that the Trainer logs in the place of a loss that is not finite; where it is "

@@ -446,6 +446,49 @@ def test_it_warns_of_documents_that_evaluation_does_not_tell_apart(
     assert len(found) == packed
 
 
+def row_with(*columns):
+    """A row of two documents and columns that say so."""
+    said = {
+        "position_ids": [0, 1, 2, 0, 1],
+        "seq_idx": [0, 0, 0, 1, 1],
+        "cu_seq_lens_q": [0, 3, 5],
+        "seq_lengths": [3, 2],
+    }
+    row = {"input_ids": [2, 3, 4, 5, 6], "labels": [-100, 3, 4, -100, 6]}
+    return row | {name: said[name] for name in columns}
+
+
+@pytest.mark.parametrize(
+    ("columns", "removes", "said"),
+    [
+        (["seq_idx"], True, "found the column seq_idx of train_dataset"),
+        (["cu_seq_lens_q"], True, "found the column cu_seq_lens_q of train_dataset"),
+        (["seq_lengths"], True, "found the column seq_lengths of train_dataset"),
+        (["position_ids", "seq_idx"], True, None),
+        (["seq_idx"], False, None),
+        ([], True, None),
+    ],
+)
+def test_it_warns_of_columns_that_the_trainer_removes(columns, removes, said, tmp_path, caplog):
+    def collate(rows):
+        given.update(*rows)
+        return {name: torch.tensor([value]) for name, value in rows[0].items()}
+
+    given = {}
+    trainer = Trainer(
+        tiny(),
+        arguments(tmp_path, per_device_train_batch_size=1, remove_unused_columns=removes),
+        train_dataset=[row_with(*columns)],
+        data_collator=collate,
+        callbacks=[PackFreeCallback()],
+    )
+    trainer.train()
+    found = [one for one in caplog.messages if "removes before the collator" in one]
+    assert len(found) == (said is not None) and all(one.startswith(said) for one in found)
+    # what it says is so
+    assert bool(found) == bool(columns and not {*columns} & {*given})
+
+
 def test_evaluation_and_saving(tmp_path):
     from transformers import Qwen3_5ForCausalLM
 

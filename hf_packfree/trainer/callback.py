@@ -38,7 +38,10 @@ from hf_packfree.patching.apply import patch
 from hf_packfree.patching.backends import Choice
 from hf_packfree.patching.options import Options
 from hf_packfree.patching.report import patch_report
-from hf_packfree.trainer.silent_rows import warn_of_rows_without_boundaries
+from hf_packfree.trainer.silent_rows import (
+    warn_of_removed_columns,
+    warn_of_rows_without_boundaries,
+)
 from hf_packfree.trainer.training_run import TrainingRun
 from hf_packfree.trainer.waits import (
     copy_without_waiting,
@@ -204,6 +207,7 @@ class PackFreeCallback(TrainerCallback):
             self._run.break_off()
         if (trainer := trainer_of(args)) is not None:
             _warn_of_labels_in_place(trainer, model)
+            warn_of_removed_columns(trainer)
             filter_losses(trainer)
         smooths = args.label_smoothing_factor != 0
         self._run = TrainingRun(model, self._verify, smooths=smooths)

@@ -5,6 +5,7 @@ tells them apart.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import DataCollatorWithFlattening, Trainer
@@ -15,6 +16,8 @@ _TAKES_LENGTHS = {
     "eval_dataset": "leave eval_packing=True out of TRL's SFTConfig or add packing=True",
 }
 """{data set: settings with which its rows keep their documents apart}."""
+_BOUNDARIES = {"position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "seq_lengths"}
+"""Columns that tell the documents of a row apart, as transformers and TRL write them."""
 _WORDS = ("return_position_ids", "return_flash_attn_kwargs", "return_seq_idx")
 
 
@@ -32,7 +35,8 @@ def warn_of_rows_without_boundaries(args: Any, trainer: Trainer | None) -> None:
         )
     collator = getattr(trainer, "data_collator", None)
     for name, mend in _TAKES_LENGTHS.items():
-        if _has_packed_rows(trainer, name) and _drops_lengths(collator):
+        # where TRL's `pack_dataset` keeps the lengths of a row's documents
+        if "seq_lengths" in _columns(trainer, name) and _drops_lengths(collator):
             logger.warning(
                 "found rows of several documents, by the column seq_lengths of %s, and a %s that "
                 "drops it, so that they read each other; wanted documents apart; %s, or pass the "
@@ -50,12 +54,41 @@ def warn_of_rows_without_boundaries(args: Any, trainer: Trainer | None) -> None:
         )
 
 
-def _has_packed_rows(trainer: Trainer | None, name: str) -> bool:
-    """Whether a data set of a trainer's, or one of several, holds rows that were packed."""
+def warn_of_removed_columns(trainer: Trainer) -> None:
+    """Warn of columns that tell a row's documents apart and that the Trainer removes before its
+    collator sees them; for a Trainer that has made its data loader.
+    """
+    kept = getattr(trainer, "_signature_columns", None)
+    if kept is None:
+        return
+    for name in _TAKES_LENGTHS:
+        said = _BOUNDARIES & _columns(trainer, name)
+        if "seq_lengths" in said and _drops_lengths(trainer.data_collator):
+            # of which the other warning tells
+            continue
+        if said and not said & {*kept}:
+            logger.warning(
+                "found the column %s of %s, which tells the documents of a row apart and which the "
+                "Trainer removes before the collator sees it: the documents read each other, "
+                "unless a mask keeps them apart; wanted the column; set "
+                "remove_unused_columns=False and take a collator that reads it, or pass the "
+                "documents before they were packed",
+                min(said),
+                name,
+            )
+
+
+def _columns(trainer: Trainer | None, name: str) -> set[str]:
+    """Return the columns of a trainer's data set, or of several in a dictionary."""
     given = getattr(trainer, name, None)
     several = given.values() if isinstance(given, dict) else [given]
-    # where TRL's `pack_dataset` keeps the lengths of a row's documents
-    return any("seq_lengths" in (getattr(each, "column_names", None) or ()) for each in several)
+    return {column for each in several for column in _columns_of(each)}
+
+
+def _columns_of(dataset: Any) -> Iterable[str]:
+    if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
+        return dataset[0]
+    return getattr(dataset, "column_names", None) or ()
 
 
 def _drops_lengths(collator: Any) -> bool:
