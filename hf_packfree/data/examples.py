@@ -101,11 +101,13 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
     Raises:
         UnsupportedInput: the output is of several texts or of none, of documents that are packed
             already, or has padding inside a document; tensors differ in length or hold no whole
-            numbers; or `assistant_masks` is missing with `assistant_only`.
+            numbers; `completion_mask` comes without labels; or `assistant_masks` is missing with
+            `assistant_only`.
         BoundaryError: media are of another kind than a processor's.
     """
     ids = _line("input_ids", output["input_ids"])
     _refuse_packs(output)
+    _refuse_unread_mask(output)
     labels = ids if output.get("labels") is None else _line("labels", output["labels"], ids)
     real = _real_tokens(output, ids)
     if assistant_only:
@@ -162,6 +164,15 @@ def _refuse_packs(output: Mapping[str, Any]) -> None:
             )
 
 
+def _refuse_unread_mask(output: Mapping[str, Any]) -> None:
+    """Refuse TRL's column of the tokens to train on where nothing has made labels of it."""
+    if output.get("completion_mask") is not None and output.get("labels") is None:
+        raise UnsupportedInput(
+            "found completion_mask without labels, of which every token would be trained; wanted "
+            "labels; pass the tokens where the mask is 1, and -100 elsewhere"
+        )
+
+
 def messages_of(example: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an example's `messages` with every content as a list of parts, and each part with its
     own media.
@@ -210,6 +221,23 @@ def check_assistant_mask(document: Document) -> None:
             "mask is of the text before placeholders are repeated; wanted "
             f"{ASSISTANT_MASK_WITH_MEDIA_SINCE} or newer; pip install "
             f"'transformers>={ASSISTANT_MASK_WITH_MEDIA_SINCE}', or pass labels of your own"
+        )
+
+
+def check_marks(output: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse an assistant's messages of which `assistant_masks` mark no token, since a document
+    without a target trains nothing.
+
+    Raises:
+        UnsupportedInput: there are such messages, and no token is marked.
+    """
+    mask = output.get("assistant_masks")
+    speaks = any(message.get("role") == "assistant" for message in messages)
+    if speaks and mask is not None and not bool(_tensor("assistant_masks", mask).any()):
+        raise UnsupportedInput(
+            "found messages of an assistant of which assistant_masks mark no token; wanted marks "
+            "for assistant_only_loss, or nothing is learnt from them; put {% generation %} and "
+            "{% endgeneration %} around what the assistant writes in the chat template"
         )
 
 

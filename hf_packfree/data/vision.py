@@ -17,6 +17,7 @@ from hf_packfree.data.examples import (
     Document,
     Pack,
     check_assistant_mask,
+    check_marks,
     check_whole,
     document_of,
     messages_of,
@@ -235,9 +236,13 @@ class PackedVisionCollator:
         more = {"tools": example["tools"]} if example.get("tools") else {}
         if self.assistant_only_loss:
             more["return_assistant_tokens_mask"] = True
-        return self.processor.apply_chat_template(
-            messages_of(example), **{**_FIXED, **self.chat_template_kwargs, **more}
+        messages = messages_of(example)
+        output = self.processor.apply_chat_template(
+            messages, **{**_FIXED, **self.chat_template_kwargs, **more}
         )
+        if self.assistant_only_loss:
+            check_marks(output, messages)
+        return output
 
     def _row_of_padding(self) -> dict[str, Any]:
         """Return the shortest row of padding, so that the step still runs, as other ranks need."""

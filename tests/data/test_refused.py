@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,6 +106,7 @@ IDS = [5, 6, 7]
         ({"attention_mask": [1, 1, 2]}, r"found \[0, 1, 2\] in attention_mask: several documents"),
         ({"attention_mask": [0, 0, -10000]}, r"found \[-10000, 0\] in attention_mask"),
         ({"seq_idx": np.array([0, 0, 1])}, "found seq_idx of several documents"),
+        ({"completion_mask": [0, 0, 1]}, "found completion_mask without labels"),
     ],
 )
 def test_outputs_that_fit_no_document(wrong, said):
@@ -121,6 +123,7 @@ def test_outputs_that_fit_no_document(wrong, said):
         {"seq_idx": [[7, 7, 7]]},
         {"position_ids": None, "seq_lengths": None},
         {"attention_mask": [2, 2, 2]},
+        {"completion_mask": [0, 0, 1], "labels": [-100, -100, 7]},
     ],
 )
 def test_one_document_may_say_so(beside):
@@ -132,6 +135,22 @@ def test_an_assistant_mask_of_another_length():
     collator = PackedVisionCollator(PROCESSOR, assistant_only_loss=True)
     with pytest.raises(UnsupportedInput, match="found 2 assistant_masks for 3 input_ids"):
         collator([{"input_ids": IDS, "assistant_masks": [0, 1]}])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_template_that_marks_nothing_of_the_assistants():
+    """Otherwise every label is -100, the loss 0, and training goes on."""
+    unmarked = vision_processor()
+    unmarked.chat_template = re.sub(r"{%-? (end)?generation -?%}", "", unmarked.chat_template)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for processor, refuses in ((PROCESSOR, False), (unmarked, True)):
+        collator = PackedVisionCollator(processor, assistant_only_loss=True)
+        assert (collator([{"messages": turns[:1]}])["labels"] == -100).all()
+        if refuses:
+            with pytest.raises(UnsupportedInput, match="assistant_masks mark no token"):
+                collator([{"messages": turns}])
+        else:
+            assert (collator([{"messages": turns}])["labels"] != -100).any()
 
 
 def test_whole_numbers_of_any_type_are_taken():
