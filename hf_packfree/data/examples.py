@@ -18,6 +18,8 @@ from hf_packfree.errors import UnsupportedInput, in_short
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.media_checks import check_media_tensors
 from hf_packfree.models.media_keywords import FEATURES, PIXELS, SECONDS, SIZES
+from hf_packfree.packing.boundaries import integers_of
+from hf_packfree.packing.foreign import FOREIGN
 from hf_packfree.versions import ASSISTANT_MASK_WITH_MEDIA_SINCE
 
 FLAT = (*PIXELS.values(), *PIXELS, *SECONDS)
@@ -106,7 +108,7 @@ def document_of(output: Mapping[str, Any], *, assistant_only: bool) -> Document:
         BoundaryError: media are of another kind than a processor's.
     """
     ids = _line("input_ids", output["input_ids"])
-    _refuse_packs(output)
+    _refuse_packs(output, len(ids))
     _refuse_unread_mask(output)
     labels = ids if output.get("labels") is None else _line("labels", output["labels"], ids)
     real = _real_tokens(output, ids)
@@ -149,19 +151,37 @@ def _real_tokens(output: Mapping[str, Any], ids: Tensor) -> Tensor:
     return line.bool()
 
 
-def _refuse_packs(output: Mapping[str, Any]) -> None:
+def _refuse_packs(output: Mapping[str, Any], tokens: int) -> None:
     """Refuse an example of several packed documents: treated as one document, they would leak."""
+    said = []
     for name, holds_several in _SEVERAL.items():
-        if output.get(name) is None:
-            continue
-        line = _tensor(name, output[name]).squeeze()
-        # mRoPE positions, which have several rows, do not show documents; the collator computes
-        # them anew
-        if line.ndim == 1 and holds_several(line):
-            raise UnsupportedInput(
-                f"found {name} of several documents in one example; wanted one document in each; "
-                "pass the data set as it was before it was packed: this collator packs"
-            )
+        if output.get(name) is not None:
+            line = _tensor(name, output[name]).squeeze()
+            # mRoPE positions, which have several rows, do not show documents; the collator
+            # computes them anew
+            said += [name] if line.ndim == 1 and holds_several(line) else []
+    for ours in ("seq_idx", "position_ids", "cu_seq_lens_q"):
+        for name in FOREIGN[ours]:
+            found = integers_of(output.get(name))
+            said += [name] if found is not None and _cuts(ours, found.squeeze(), tokens) else []
+    if said:
+        raise UnsupportedInput(
+            f"found {said[0]} of several documents in one example; wanted one document in each; "
+            "pass the data set as it was before it was packed: this collator packs"
+        )
+
+
+def _cuts(ours: str, line: Tensor, tokens: int) -> bool:
+    """Whether another library's column cuts an example into documents; what does not fit its tokens
+    is something else, such as the number of the example.
+    """
+    if line.ndim != 1 or len(line) < 2:
+        return False
+    if ours != "cu_seq_lens_q":
+        return len(line) == tokens and _SEVERAL[ours](line)
+    is_offsets = len(line) > 2 and line[0] == 0 and line[-1] == tokens
+    is_lengths = line.min() > 0 and line.sum() == tokens
+    return bool(is_offsets or is_lengths)
 
 
 def _refuse_unread_mask(output: Mapping[str, Any]) -> None:

@@ -106,6 +106,10 @@ IDS = [5, 6, 7]
         ({"attention_mask": [1, 1, 2]}, r"found \[0, 1, 2\] in attention_mask: several documents"),
         ({"attention_mask": [0, 0, -10000]}, r"found \[-10000, 0\] in attention_mask"),
         ({"seq_idx": np.array([0, 0, 1])}, "found seq_idx of several documents"),
+        ({"segment_ids": [0, 0, 1]}, "found segment_ids of several documents"),
+        ({"text_position_ids": [[0, 1, 0]]}, "found text_position_ids of several documents"),
+        ({"cu_seqlens": np.array([0, 2, 3])}, "found cu_seqlens of several documents"),
+        ({"seq_lens": [2, 1]}, "found seq_lens of several documents"),
         ({"completion_mask": [0, 0, 1]}, "found completion_mask without labels"),
     ],
 )
@@ -124,6 +128,8 @@ def test_outputs_that_fit_no_document(wrong, said):
         {"position_ids": None, "seq_lengths": None},
         {"attention_mask": [2, 2, 2]},
         {"completion_mask": [0, 0, 1], "labels": [-100, -100, 7]},
+        {"segment_ids": [1, 1, 1], "cu_seqlens": [0, 3], "seq_lens": 3},
+        {"doc_id": 3, "document_ids": ["a", "b"], "sample_idx": [4, 5], "seq_lens": None},
     ],
 )
 def test_one_document_may_say_so(beside):
