@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3_5ForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_packfree import apply_patches, patch_report, remove_patches
-from hf_packfree.errors import PatchConflict
+from hf_packfree.errors import PatchConflict, UnsupportedInput
 from tests.input_formats import row_batch
 from tests.integrations.compare import (
     RATE,
@@ -129,6 +131,25 @@ def test_layers_in_fsdp1_that_lost_their_patches_are_not_computed_again(tmp_path
     for found in two_ranks(patches_removed_in_fsdp1, [(True,), (False,), (None,)], tmp_path):
         for said in found:
             assert said is not None and "found patches removed between the forward pass" in said
+
+
+# one rank shards nothing, of which FSDP1 warns
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("backend", ["auto", {"loss": "upstream"}])
+def test_logits_whose_weight_fsdp1_freed_are_refused_or_made(backend, one_rank):
+    """In half precision it frees its copies behind the forward pass, and gathers none on demand."""
+    model = apply_patches(tiny(), backend=backend)
+    half = MixedPrecision(param_dtype=torch.bfloat16)
+    cpu = torch.device("cpu")
+    wrapped = FSDP1(model, device_id=cpu, use_orig_params=False, mixed_precision=half)
+    inputs = packed(in_steps(labelled())[0])
+    output = wrapped(**inputs)
+    if backend == "auto":
+        with pytest.raises(UnsupportedInput, match="FSDP1 after it freed .*'loss': 'upstream'"):
+            output.logits.sum()
+        return
+    of_rows = ForCausalLMLoss(output.logits, inputs["labels"], output.logits.shape[-1])
+    assert torch.allclose(of_rows, output.loss)
 
 
 @integration(

@@ -7,7 +7,7 @@ the weight; its own values are computed only if a hook reads it or another gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -234,7 +234,7 @@ class _Product:
         """Return the logits [..., V]."""
         of_x, *before = self.before
         weights, same = self.weights, of_x.fits(self.x)
-        if any(one.untyped_storage().size() == 0 for one in weights):
+        if _are_freed(weights):
             weights = [] if self.ended or self.reload is None else self._reloaded()
             same &= len(weights) == len(before) and all(map(Fingerprint.fits_copy, before, weights))
         else:
@@ -252,17 +252,14 @@ class _Product:
             UnsupportedInput: one of them was changed since.
         """
         held = [self.x, *self.weights]
-        if self.reload is not None and any(one.untyped_storage().size() == 0 for one in held[1:]):
-            # a collective: every rank calls this
-            weight, bias = self.reload()
-            weight = weight.to(self.x.dtype)
-            bias = None if bias is None else bias.to(self.x.dtype)
-            found = [self.x, weight] if bias is None else [self.x, weight, bias]
+        if self.reload is not None and _are_freed(held[1:]):
+            weight, *biases = self._reloaded()
+            bias, found = (biases[0] if biases else None), [self.x, weight, *biases]
             if self.ended or not all(map(Fingerprint.fits_copy, self.before, found)):
                 raise _too_late()
             return self.given[0], weight, bias
         now = [one for one in self.given if one is not None]
-        same = all(one.untyped_storage().size() > 0 for one in held) and all(
+        same = not _are_freed(held) and all(
             one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
             for one, other in zip(held, now, strict=True)
         )
@@ -271,17 +268,26 @@ class _Product:
         return self.given
 
     def _reloaded(self) -> list[Tensor]:
+        """Return the weights again, with their graph; a collective: every rank calls this."""
         assert self.reload is not None
-        return [one.detach().to(self.x.dtype) for one in self.reload() if one is not None]
+        found = [one for one in self.reload() if one is not None]
+        # FSDP1 gathers what it freed in its own forward and backward pass alone
+        if _are_freed(found):
+            raise _too_late()
+        return [one.to(self.x.dtype) for one in found]
+
+
+def _are_freed(tensors: Iterable[Tensor]) -> bool:
+    return any(one.untyped_storage().size() == 0 for one in tensors)
 
 
 def _too_late() -> UnsupportedInput:
     return UnsupportedInput(
         "found logits read for the first time after the head's weight, or the hidden "
         "states before it, were changed (an optimizer's step, an average of weights, "
-        "another operation in place) or, with FSDP, after the backward pass; wanted them "
-        "read before, for they are computed then; read them earlier, or patch with "
-        "backend={'loss': 'upstream'}"
+        "another operation in place) or, with FSDP, after the backward pass, with FSDP1 after it "
+        "freed that weight; wanted them read before, for they are computed then; read them "
+        "earlier, or patch with backend={'loss': 'upstream'}"
     )
 
 
