@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_packfree.errors import BackendUnavailable, UnsupportedInput
 from hf_packfree.models.base import Replacement, Sizes, size_of_linear, size_of_norm
@@ -21,6 +22,8 @@ from hf_packfree.ops.fused import norm_rope, output_gate
 from hf_packfree.packing import PackedSequence, to_hf_kwargs
 from hf_packfree.packing.tree import refuse_tree
 from hf_packfree.parallel.accelerate import refuse_cut_rows
+
+_SDPA = "transformers.integrations.sdpa_attention"
 
 
 def attention_route(implementation: str) -> str | None:
@@ -68,9 +71,18 @@ def check_attention(config: Any) -> str:
     """Return the `attention_route` of the implementation in a model's config.
 
     Raises:
-        BackendUnavailable: the implementation has no route.
+        BackendUnavailable: the implementation has no route, or runs a function that somebody put in
+            the place of transformers' own, which our operation would bypass.
     """
-    route = attention_route(config._attn_implementation)
+    name = config._attn_implementation
+    route = attention_route(name)
+    if route == "varlen" and (owner := ALL_ATTENTION_FUNCTIONS[name].__module__) != _SDPA:
+        raise BackendUnavailable(
+            f"found the attention function {name!r} of transformers replaced by one of {owner} "
+            "(DeepSpeed's Ulysses does that), which packed rows would bypass; wanted "
+            "transformers' own; pass context_parallel to apply_patches to share rows among "
+            "ranks, or undo the replacement"
+        )
     if route is None:
         raise BackendUnavailable(
             f"found attn_implementation={config._attn_implementation!r}, which is not known to "

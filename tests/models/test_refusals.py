@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_packfree import apply_patches
 from hf_packfree.errors import (
@@ -164,3 +165,15 @@ def test_a_model_wrapped_under_its_head_is_fine():
     wanted = model(**given).logits
     model.model = torch.compile(model.model, backend="eager", disable=True)
     assert torch.equal(model(**given).logits, wanted)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "llama"])
+def test_an_attention_function_that_somebody_replaced(family, monkeypatch):
+    """As DeepSpeed's Ulysses does, whose ranks hold parts of rows: our operation would attend
+    within a part.
+    """
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    model = apply_patches(tiny(family))
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **named: own(*args, **named))
+    with pytest.raises(BackendUnavailable, match="replaced by one of tests.models.test_refusals"):
+        model(**row_batch("positions", (3, 4)).inputs)
