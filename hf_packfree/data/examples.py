@@ -249,16 +249,23 @@ def check_marks(output: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
     without a target trains nothing.
 
     Raises:
-        UnsupportedInput: there are such messages, and no token is marked.
+        UnsupportedInput: an assistant says something, and no token is marked.
     """
     mask = output.get("assistant_masks")
-    speaks = any(message.get("role") == "assistant" for message in messages)
-    if speaks and mask is not None and not bool(_tensor("assistant_masks", mask).any()):
+    if mask is None or bool(_tensor("assistant_masks", mask).any()):
+        return
+    # an empty answer has no token to mark
+    if any(message.get("role") == "assistant" and _says(message) for message in messages):
         raise UnsupportedInput(
             "found messages of an assistant of which assistant_masks mark no token; wanted marks "
             "for assistant_only_loss, or nothing is learnt from them; put {% generation %} and "
             "{% endgeneration %} around what the assistant writes in the chat template"
         )
+
+
+def _says(message: Mapping[str, Any]) -> bool:
+    """Whether a message of `messages_of` has text."""
+    return any(part.get("text") for part in message["content"])
 
 
 def _line(name: str, value: Any, ids: Tensor | None = None) -> Tensor:

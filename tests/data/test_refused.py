@@ -153,6 +153,8 @@ def test_a_template_that_marks_nothing_of_the_assistants():
         collator = PackedVisionCollator(processor, assistant_only_loss=True)
         assert (collator([{"messages": turns[:1]}])["labels"] == -100).all()
         if refuses:
+            silent = [turns[0], turns[1] | {"content": ""}]
+            assert (collator([{"messages": silent}])["labels"] == -100).all()
             with pytest.raises(UnsupportedInput, match="assistant_masks mark no token"):
                 collator([{"messages": turns}])
         else:
