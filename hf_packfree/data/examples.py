@@ -244,18 +244,17 @@ def check_assistant_mask(document: Document) -> None:
         )
 
 
-def check_marks(output: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse an assistant's messages of which `assistant_masks` mark no token, since a document
-    without a target trains nothing.
+def check_marks(document: Document, example: Mapping[str, Any]) -> None:
+    """Refuse an assistant's messages of which no token has a label, since a document without a
+    target trains nothing.
 
     Raises:
-        UnsupportedInput: an assistant says something, and no token is marked.
+        UnsupportedInput: an assistant says something, and no token of the document is marked.
     """
-    mask = output.get("assistant_masks")
-    if mask is None or bool(_tensor("assistant_masks", mask).any()):
+    if "input_ids" in example or bool((document.labels != IGNORED).any()):
         return
     # an empty answer has no token to mark
-    if any(message.get("role") == "assistant" and _says(message) for message in messages):
+    if any(one.get("role") == "assistant" and _says(one) for one in messages_of(example)):
         raise UnsupportedInput(
             "found messages of an assistant of which assistant_masks mark no token; wanted marks "
             "for assistant_only_loss, or nothing is learnt from them; put {% generation %} and "

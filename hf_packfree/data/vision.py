@@ -205,6 +205,7 @@ class PackedVisionCollator:
         document = document_of(output, assistant_only=self.assistant_only_loss)
         if self.assistant_only_loss:
             check_assistant_mask(document)
+            check_marks(document, example)
         document.labels[torch.isin(document.input_ids, self._no_targets)] = IGNORED
         document.labels[0] = IGNORED
         return document
@@ -236,13 +237,9 @@ class PackedVisionCollator:
         more = {"tools": example["tools"]} if example.get("tools") else {}
         if self.assistant_only_loss:
             more["return_assistant_tokens_mask"] = True
-        messages = messages_of(example)
-        output = self.processor.apply_chat_template(
-            messages, **{**_FIXED, **self.chat_template_kwargs, **more}
+        return self.processor.apply_chat_template(
+            messages_of(example), **{**_FIXED, **self.chat_template_kwargs, **more}
         )
-        if self.assistant_only_loss:
-            check_marks(output, messages)
-        return output
 
     def _row_of_padding(self) -> dict[str, Any]:
         """Return the shortest row of padding, so that the step still runs, as other ranks need."""

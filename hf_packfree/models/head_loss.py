@@ -49,7 +49,9 @@ class OfCall:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The head's class, so that `isinstance` and `super()` work."""
-        found: type = vars(self)["_head"].__class__
+        # torch.compile of torch 2.10 asks for it before `__init__` has run
+        head = vars(self).get("_head")
+        found: type = type(self) if head is None else head.__class__
         return found
 
 
