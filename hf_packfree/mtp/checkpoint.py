@@ -198,15 +198,33 @@ def _apart(experts: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def head_tensors(checkpoint: str | os.PathLike[str]) -> HeadTensors:
-    """Return the head's tensors in a checkpoint, maybe none. Reads only names, of the files from
-    which transformers reads the model: the single file if there is one, else the files of the
-    index.
+    """As `find_head_tensors`, of the checkpoint that a model came from.
+
+    Raises:
+        MissingHead: the checkpoint has no safetensors, or damaged ones.
+    """
+    found = find_head_tensors(checkpoint)
+    if found is None:
+        raise MissingHead(
+            f"found neither {SINGLE} nor {INDEX} in "
+            f"{checkpoint or 'no checkpoint: the model came from none'}; wanted the checkpoint "
+            "that the model came from, to read the multi-token prediction head; name one: "
+            "mtp=MTPOptions(checkpoint=...), or start from random weights: "
+            "mtp=MTPOptions(from_scratch=True)"
+        )
+    return found
+
+
+def find_head_tensors(checkpoint: str | os.PathLike[str]) -> HeadTensors | None:
+    """Return the head's tensors in a checkpoint, maybe none; None where it has no safetensors.
+    Reads only names, of the files from which transformers reads the model: the single file if there
+    is one, else the files of the index.
 
     Args:
         checkpoint: a folder, or a hub id, whose files are downloaded as transformers does.
 
     Raises:
-        MissingHead: the checkpoint has no safetensors, or damaged ones.
+        MissingHead: the safetensors are damaged.
     """
     checkpoint = str(checkpoint)
     single = file_of(checkpoint, SINGLE)
@@ -217,13 +235,7 @@ def head_tensors(checkpoint: str | os.PathLike[str]) -> HeadTensors:
             )
     index = file_of(checkpoint, INDEX)
     if index is None:
-        raise MissingHead(
-            f"found neither {SINGLE} nor {INDEX} in "
-            f"{checkpoint or 'no checkpoint: the model came from none'}; wanted the checkpoint "
-            "that the model came from, to read the multi-token prediction head; name one: "
-            "mtp=MTPOptions(checkpoint=...), or start from random weights: "
-            "mtp=MTPOptions(from_scratch=True)"
-        )
+        return None
     parts: dict[str, str] = read_index(index)["weight_map"]
     wanted = {name: part for name, part in parts.items() if name.startswith(PREFIX)}
     files = {part: file_of(checkpoint, part) for part in set(wanted.values())}

@@ -21,8 +21,7 @@ from hf_packfree.mtp.checkpoint import (
     SINGLE,
     HeadTensors,
     Shapes,
-    file_of,
-    head_tensors,
+    find_head_tensors,
     opened,
     read_index,
 )
@@ -122,12 +121,13 @@ def _tensors_of(checkpoint: str) -> HeadTensors:
     Raises:
         MissingHead: the checkpoint has no safetensors.
     """
-    if file_of(checkpoint, SINGLE) is None and file_of(checkpoint, INDEX) is None:
+    found = find_head_tensors(checkpoint)
+    if found is None:
         raise MissingHead(
             f"found neither {SINGLE} nor {INDEX} in {checkpoint}; wanted a checkpoint with its "
             "weights; check the name, and that the hub can be reached"
         )
-    return head_tensors(checkpoint)
+    return found
 
 
 def wanted_shapes(config: Any, layers: int) -> Shapes:
