@@ -172,20 +172,20 @@ def stands_for(upstream: Any) -> Callable[[_Class], _Class]:
     return rename
 
 
-_Half = type[Replacement]
+_Mixin = type[Replacement]
 
 
-def classes_of(upstream: Any, home: str, *halves: _Half) -> dict[str, _Half]:
+def classes_of(upstream: Any, home: str, *mixins: _Mixin) -> dict[str, _Mixin]:
     """Return {name: our class} for the classes of the modeling module `upstream` whose names have
-    an ending of one of the halves. The longest ending decides; if several halves have that ending,
-    the last of these halves.
+    an ending of one of the mixins. The longest ending decides; if several mixins have that ending,
+    the last of these mixins.
     """
     chosen = {
-        cls: half_for(name, halves)
+        cls: mixin_for(name, mixins)
         for name, cls in _defined_in(upstream).items()
         if not name.endswith("PreTrainedModel")
     }
-    return put_in_front(upstream, home, {cls: half for cls, half in chosen.items() if half})
+    return put_in_front(upstream, home, {cls: mixin for cls, mixin in chosen.items() if mixin})
 
 
 def _defined_in(upstream: Any) -> dict[str, type[nn.Module]]:
@@ -212,29 +212,29 @@ def _is_of(upstream: Any, cls: Any) -> bool:
     )
 
 
-def half_for(name: str, halves: Iterable[_Half]) -> _Half | None:
-    """Return which of `halves` is put in front of a class of that name, see `classes_of`, or
+def mixin_for(name: str, mixins: Iterable[_Mixin]) -> _Mixin | None:
+    """Return which of `mixins` is put in front of a class of that name, see `classes_of`, or
     None.
     """
-    by_ending = {ending: half for half in halves for ending in half.endings}
+    by_ending = {ending: mixin for mixin in mixins for ending in mixin.endings}
     fitting = (ending for ending in by_ending if name.endswith(ending))
     return by_ending.get(max(fitting, key=len, default=""))
 
 
 def put_in_front(
-    upstream: Any, home: str, halves: Mapping[type[nn.Module], _Half]
-) -> dict[str, _Half]:
+    upstream: Any, home: str, mixins: Mapping[type[nn.Module], _Mixin]
+) -> dict[str, _Mixin]:
     """Return {name: our class} for classes of the modeling module `upstream`, each a subclass of a
-    half and upstream's class.
+    mixin and upstream's class.
 
     Args:
         home: where pickling finds our classes: see `replacements`.
-        halves: {upstream's class: half}.
+        mixins: {upstream's class: mixin}.
     """
-    made: dict[str, _Half] = {}
-    for cls, half in halves.items():
-        fields = {"__module__": home, "__doc__": half.__doc__}
-        made[cls.__name__] = stands_for(upstream)(type(cls.__name__, (half, cls), fields))
+    made: dict[str, _Mixin] = {}
+    for cls, mixin in mixins.items():
+        fields = {"__module__": home, "__doc__": mixin.__doc__}
+        made[cls.__name__] = stands_for(upstream)(type(cls.__name__, (mixin, cls), fields))
     return made
 
 

@@ -1,5 +1,5 @@
 """Patched classes of families without a file of their own: upstream's classes, each with one of our
-halves in front.
+mixins in front.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_packfree.models.short_conv import PackedShortConv
 from hf_packfree.models.tiny import SIZES, delta_net_sizes
 from hf_packfree.models.trunk import PackedTrunk
 
-HALVES = (
+MIXINS = (
     PackedKimiDeltaAttention,
     SeparateProjections,
     SplitProjections,
@@ -41,7 +41,7 @@ def replacements(name: str) -> dict[str, Any]:
     class} for each text model, mixer and head, HEADS and tiny_config.
     """
     upstream, home = import_module(name), f"{__name__}:{name}"
-    ours: dict[str, Any] = dict(classes_of(upstream, home, *HALVES))
+    ours: dict[str, Any] = dict(classes_of(upstream, home, *MIXINS))
     heads = heads_of(upstream, home, RecordHead)
     config = next(
         (getattr(upstream, head).config_class for head in heads if "CausalLM" in head), None

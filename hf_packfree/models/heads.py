@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from hf_packfree.models import compat
 from hf_packfree.models.attention import check_attention
-from hf_packfree.models.base import half_for, put_in_front
+from hf_packfree.models.base import mixin_for, put_in_front
 from hf_packfree.models.base_head import Head, forget_losses, separate_logits
 from hf_packfree.models.call import Call
 from hf_packfree.models.classifiers import SequenceHead, SpanHead, TokenHead
@@ -285,5 +285,5 @@ def heads_of(upstream: Any, home: str, *more: type[Head]) -> dict[str, Any]:
         if getattr(each, "__module__", None) == upstream.__name__
     ]
     names = [name for name in known if "For" in name]
-    heads = {getattr(upstream, name): half_for(name, kinds) or SpanHead for name in names}
+    heads = {getattr(upstream, name): mixin_for(name, kinds) or SpanHead for name in names}
     return put_in_front(upstream, home, heads)

@@ -12,7 +12,7 @@ from hf_packfree.models.gated_delta_net import SplitProjections
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.tiny import delta_net_sizes
 from hf_packfree.models.trunk import PackedTrunk
-from hf_packfree.models.vision_attention import VISION_HALVES
+from hf_packfree.models.vision_attention import VISION_MIXINS
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 CLASSES = classes_of(
@@ -23,7 +23,7 @@ CLASSES = classes_of(
     FusedDecoderLayer,
     PackedTrunk,
     PackedVisionLanguage,
-    *VISION_HALVES,
+    *VISION_MIXINS,
 )
 HEADS = heads_of(upstream, __name__)
 globals().update(CLASSES | HEADS)

@@ -20,7 +20,7 @@ from hf_packfree.models.fused_layer import PlainDecoderLayer
 from hf_packfree.models.heads import PackedHead
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
-from hf_packfree.models.vision_attention import VISION_HALVES
+from hf_packfree.models.vision_attention import VISION_MIXINS
 from hf_packfree.models.vision_language import (
     PackedVisionLanguage,
     keep_record_from_towers,
@@ -58,7 +58,7 @@ CLASSES = classes_of(
     PlainDecoderLayer,
     PackedDeepstack,
     PackedVisionLanguage,
-    *VISION_HALVES,
+    *VISION_MIXINS,
     PackedAudioTower,
     PackedAudioAttention,
 )

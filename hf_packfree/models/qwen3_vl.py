@@ -13,7 +13,7 @@ from hf_packfree.models.fused_layer import PlainDecoderLayer
 from hf_packfree.models.heads import heads_of
 from hf_packfree.models.placeholders import PackedDeepstack
 from hf_packfree.models.tiny import PLACEHOLDERS, qwen3_text_sizes, qwen3_vision_sizes
-from hf_packfree.models.vision_attention import VISION_HALVES
+from hf_packfree.models.vision_attention import VISION_MIXINS
 from hf_packfree.models.vision_language import PackedVisionLanguage
 
 CLASSES = classes_of(
@@ -23,7 +23,7 @@ CLASSES = classes_of(
     PlainDecoderLayer,
     PackedDeepstack,
     PackedVisionLanguage,
-    *VISION_HALVES,
+    *VISION_MIXINS,
 )
 HEADS = heads_of(upstream, __name__)
 globals().update(CLASSES | HEADS)

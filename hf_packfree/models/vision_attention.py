@@ -207,7 +207,7 @@ class PackedVisionAttention(Replacement):
         return {"tower_head_size": layer.qkv.in_features // layer.num_heads}
 
 
-VISION_HALVES = (
+VISION_MIXINS = (
     PackedVisionTower,
     PackedPatchEmbedding,
     PackedVisionBlock,

@@ -64,8 +64,8 @@ def test_the_longest_ending_decides_what_stands_in_front():
     for name in names:
         setattr(upstream, name, type(name, (nn.Module,), {"__module__": "stream"}))
     upstream.OtherModel = brook.upstream.BrookModel
-    halves = SeparateProjections, SplitProjections, PackedTrunk, PackedVisionLanguage
-    ours = classes_of(upstream, __name__, *halves)
+    mixins = SeparateProjections, SplitProjections, PackedTrunk, PackedVisionLanguage
+    ours = classes_of(upstream, __name__, *mixins)
     assert {name: cls.__bases__ for name, cls in ours.items()} == {
         "StreamModel": (PackedVisionLanguage, upstream.StreamModel),
         "StreamTextModel": (PackedTrunk, upstream.StreamTextModel),
