@@ -1,6 +1,4 @@
-"""The table of supported families. To add a family: a row here, and a file in models/ with its tiny
-config.
-"""
+"""The table of supported families; `docs/adding_a_family.md` says how to add one."""
 
 from __future__ import annotations
 
