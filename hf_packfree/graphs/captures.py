@@ -117,7 +117,7 @@ class Captures:
         while len(self.graphs) >= MOST:
             self.graphs.pop(next(iter(self.graphs)))
         self.bucketing.captures += 1
-        found = self._graph(key, trunk, layers, inputs, parameters, row)
+        found = self._graph(key, layers, inputs, parameters, row)
         if isinstance(found, str):
             return self._give_up(key, found)
         if free_memory(inputs[0].device) < SPARE:
@@ -169,7 +169,6 @@ class Captures:
     def _graph(
         self,
         key: Any,
-        trunk: nn.Module,
         layers: Layers,
         inputs: Inputs,
         parameters: list[nn.Parameter],

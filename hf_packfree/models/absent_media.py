@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_packfree.models.compat import cache_of
@@ -94,8 +95,6 @@ def _absent_kinds(model: Any, arguments: dict[str, Any]) -> Sequence[str]:
 
 
 def _is_sharded(tower: nn.Module) -> bool:
-    from torch.distributed.tensor import DTensor
-
     return any(isinstance(parameter, DTensor) for parameter in tower.parameters())
 
 

@@ -30,10 +30,10 @@ class _Classifier(Head):
             output = upstream(self, **call.arguments | {"return_dict": True})
             forget_losses(output)
             return as_requested(output, call, self.config)
-        dropped = packed is not None and packed.plain and packed.indices is not None
         if (
             packed is not None
-            and dropped
+            and packed.plain
+            and packed.indices is not None
             and self._reads_padding(repad(packed.is_real(), packed), call)
         ):
             call = self._with_padding(call)

@@ -18,7 +18,6 @@ from tests.benchmarks.timing import read_lines
 
 PAGE, MARK = "docs/parallel.md", "two-gpus"
 FOLDER = report.RESULTS / "parallel"
-FILES = sorted(FOLDER.glob("*-x2-context-parallel*.jsonl"))
 KINDS = {
     "lora": "LoRA",
     "mtp": "multi-token prediction head",
