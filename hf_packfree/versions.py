@@ -138,8 +138,3 @@ LAUNCHED_TRITON = ("3.6.", "3.7.", "3.8.", "3.9.")
 """The prefixes of the versions of Triton whose compiled kernels we start without Triton's own
 launcher.
 """
-
-ASSISTANT_MASK_WITH_MEDIA_SINCE = "5.18"
-"""The first release of transformers whose mask of the assistant's tokens accounts for placeholders
-that expand to many tokens.
-"""

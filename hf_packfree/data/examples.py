@@ -6,21 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from numbers import Integral
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput, in_short
+from hf_packfree.models import compat
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.media_checks import check_media_tensors
 from hf_packfree.models.media_keywords import FEATURES, PIXELS, SECONDS, SIZES
 from hf_packfree.packing.boundaries import integers_of
 from hf_packfree.packing.foreign import FOREIGN
-from hf_packfree.versions import ASSISTANT_MASK_WITH_MEDIA_SINCE
 
 FLAT = (*PIXELS.values(), *PIXELS, *SECONDS)
 """Keywords whose items are concatenated along the first dimension, in a document and in a row."""
@@ -234,13 +232,11 @@ def check_assistant_mask(document: Document) -> None:
     Raises:
         UnsupportedInput: the document has media, and transformers is too old.
     """
-    found = metadata.version("transformers")
-    if document.media and Version(found) < Version(ASSISTANT_MASK_WITH_MEDIA_SINCE):
+    if document.media and compat.MASKS_BEFORE_PLACEHOLDERS:
         raise UnsupportedInput(
-            f"found assistant_only_loss for a document with media and transformers {found}, whose "
-            "mask is of the text before placeholders are repeated; wanted "
-            f"{ASSISTANT_MASK_WITH_MEDIA_SINCE} or newer; pip install "
-            f"'transformers>={ASSISTANT_MASK_WITH_MEDIA_SINCE}', or pass labels of your own"
+            "found assistant_only_loss for a document with media and transformers "
+            f"{compat.RELEASE}, whose mask is of the text before placeholders are repeated; wanted "
+            "5.18 or later; install that, or pass labels of your own"
         )
 
 

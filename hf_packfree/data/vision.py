@@ -23,6 +23,7 @@ from hf_packfree.data.examples import (
     messages_of,
 )
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.models import compat
 from hf_packfree.models.labels import IGNORED
 from hf_packfree.models.media_checks import check_media_sizes
 from hf_packfree.models.rope_index import RowMedia, counts_seconds, packed_positions, rope_source
@@ -365,9 +366,6 @@ def _config_of(
     """Return a configuration with the processor's ids and sizes of media, or None for a processor
     that is not in `_CONFIGS`.
     """
-    # imported here, because it loads transformers
-    from hf_packfree.models import compat
-
     names = [name for name in (cls.__name__ for cls in type(processor).__mro__) if name in _CONFIGS]
     if not names or (compat.IMAGES_COUNT_SECONDS and names[0] == "Qwen2_5_VLProcessor"):
         return None

@@ -1,9 +1,9 @@
 """Differences between releases of transformers that our code depends on: a constant for each, with
 the release that ends the difference.
 
-Nothing else in this package compares transformers' version, but for `hf_packfree.data` before it
-renders a document. When the oldest supported release reaches the one in a constant, delete the
-constant and the code for older releases.
+When the oldest supported release reaches the one in a constant, delete the constant and the code
+for older releases. Elsewhere only floors of families and the newest release that was tried are
+compared with the installed one.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ wrong.
 LOSS_WITH_MEDIA_TAKES_NO_COUNT = Version("5.17.0") > RELEASE
 """Qwen3.5's and Qwen3-VL's heads with towers do not pass `num_items_in_batch` to their loss,
 whatever `accepts_loss_kwargs` says.
+"""
+
+MASKS_BEFORE_PLACEHOLDERS = Version("5.18.0") > RELEASE
+"""A processor's mask of what the assistant wrote is of the text before placeholders of media are
+repeated, and so of other tokens.
 """
 
 THINKER_HOLDS_TOWERS = Version("5.21.0") > RELEASE
