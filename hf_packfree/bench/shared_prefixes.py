@@ -214,16 +214,9 @@ def run_tree_bench(
         )
 
 
-def _places(tree: Tree) -> list[Tensor]:
-    """Return for every sample the places of its tokens in the row, int64."""
-    starts = tree.starts
-    spans = [torch.arange(a, a + n) for a, n in zip(starts, tree.lengths, strict=True)]
-    return [torch.cat([spans[one] for one in tree.path(leaf)]) for leaf in tree.leaves]
-
-
 def _shared(model: Any, tree: Tree, ids: Tensor) -> _Samples:
     record = PackedSequence.from_tree(tree.lengths, tree.parents, device=ids.device)
-    counts = torch.bincount(torch.cat(_places(tree)), minlength=len(ids)).to(ids.device)
+    counts = torch.bincount(torch.cat(tree.samples()), minlength=len(ids)).to(ids.device)
     batch = {
         "input_ids": ids[None],
         "position_ids": record.position_ids(),
@@ -234,7 +227,7 @@ def _shared(model: Any, tree: Tree, ids: Tensor) -> _Samples:
 
 
 def _packed(model: Any, tree: Tree, ids: Tensor) -> _Samples:
-    places = _places(tree)
+    places = tree.samples()
     record = PackedSequence.from_lengths([len(one) for one in places], device=ids.device)
     row, numbers = ids[torch.cat(places).to(ids.device)], record.position_ids()
     before = torch.arange(len(row), device=ids.device) - 1

@@ -101,7 +101,7 @@ def plan_windows(packed: PackedSequence, reach: int) -> Longer:
 
 def plan_levels(packed: PackedSequence) -> Levels:
     """Sort the segments by depth."""
-    tree, device, spans = _tree(packed), packed.cu_seqlens.device, _spans(_tree(packed))
+    tree, device, spans = _tree(packed), packed.cu_seqlens.device, _tree(packed).spans()
     tokens, levels, number = list[Integers](), list[TreeLevel](), dict[int, int]()
     back, end = np.empty(packed.num_tokens, dtype=np.int64), 0
     for depth in range(max(tree.depths) + 1):
@@ -278,7 +278,7 @@ def _longer(
     with at most `reach` tokens in front of the first.
     """
     tree, device = _tree(packed), packed.cu_seqlens.device
-    spans, own = _spans(tree), np.full(packed.num_tokens, -1)
+    spans, own = tree.spans(), np.full(packed.num_tokens, -1)
     tokens, lengths, unread, end = list[Any](), list[int](), list[int](), 0
     for segments in documents:
         parts = _in_front(tree, spans, segments[0], reach)
@@ -342,14 +342,6 @@ def _in_front(tree: Tree, spans: list[Any], segment: int, count: int) -> list[An
         parts.insert(0, spans[segment][-count:])
         count, segment = count - len(parts[0]), tree.parents[segment]
     return parts
-
-
-def _spans(tree: Tree) -> list[Any]:
-    """Return the row's tokens of every segment, as integers."""
-    return [
-        np.arange(start, start + length)
-        for start, length in zip(tree.starts, tree.lengths, strict=True)
-    ]
 
 
 def _tree(packed: PackedSequence) -> Tree:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_packfree.errors import BoundaryError, UnsupportedInput
@@ -114,6 +115,19 @@ class Tree:
     def path(self, segment: int) -> list[int]:
         """Return the segments on the path from the root to `segment`, which is the last."""
         return list(self.upwards(segment))[::-1]
+
+    def spans(self) -> list[NDArray[np.int64]]:
+        """Return N arrays: where each segment's tokens are in the row."""
+        pairs = zip(self.starts, self.lengths, strict=True)
+        return [np.arange(start, start + length) for start, length in pairs]
+
+    def samples(self) -> list[Tensor]:
+        """Return int64 [n] on the host for each leaf: where the tokens of its path are in the
+        row.
+        """
+        spans = self.spans()
+        paths = map(self.path, self.leaves)
+        return [torch.from_numpy(np.concatenate([spans[one] for one in path])) for path in paths]
 
     def sees(self) -> Tensor:
         """Return bool [N, N] on the host: True at [i, j] if segment j is on the path from the root

@@ -153,13 +153,10 @@ class TreeDocuments(TextDocuments):
                 f"found a tree of {len(lengths)} segments with one sample; wanted two samples or "
                 "more, since one cannot leak; pass lengths=[20, 5, 64] for two that share a prefix"
             )
-        paths = [
-            torch.cat([(self.number == one).nonzero()[:, 0] for one in tree.path(leaf)])
-            for leaf in tree.leaves
-        ]
+        paths = tree.samples()
         self.positions = self.record.position_ids()
         self.of_segment, self.leaves = self.number, torch.tensor(tree.leaves, device=device)
-        self.index = torch.cat(paths)
+        self.index = torch.cat(paths).to(device)
         self.shared = _sharing([{*tree.path(leaf)} for leaf in tree.leaves])
         self.lengths = tuple(map(len, paths))
         self.number = _numbered(self.lengths).to(device)

@@ -51,10 +51,7 @@ def plan_branches(packed: PackedSequence) -> BranchPlan:
     `plan_buckets` does.
     """
     tree: Any = packed.tree
-    spans = [
-        torch.arange(start, start + length, device="cpu")
-        for start, length in zip(tree.starts, tree.lengths, strict=True)
-    ]
+    spans = list(map(torch.from_numpy, tree.spans()))
     sizes = list(zip(tree.before, map(round_up, tree.lengths), strict=True))
     there = partial(Tensor.to, device=packed.cu_seqlens.device, non_blocking=True)
     batches, tokens = list[Branches](), list[Tensor]()
