@@ -1,5 +1,5 @@
-"""The house: imports point down, importing changes nothing, files stay small, public names have
-docstrings.
+"""The house: imports point down, importing changes nothing, files and functions stay small, public
+names have docstrings.
 """
 
 from __future__ import annotations
@@ -158,6 +158,24 @@ def test_files_stay_small():
         assert len(file.read_text().splitlines()) <= 400, (
             f"{file.relative_to(HOUSE)} wants splitting"
         )
+
+
+def test_functions_fit_a_screen():
+    """60 lines without the docstring; kernels of Triton, which call little, may be longer."""
+    found = [
+        f"{file.relative_to(HOUSE)}:{node.lineno} {node.name} wants splitting"
+        for file in sorted(HOUSE.rglob("*.py"))
+        if "kernels" not in str(file.relative_to(HOUSE))
+        for node in nodes(file.read_text())
+        if isinstance(node, ast.FunctionDef) and _lines(node) > 60
+    ]
+    assert found == []
+
+
+def _lines(node: ast.FunctionDef) -> int:
+    documented = ast.get_docstring(node) is not None
+    said = node.body[0].end_lineno - node.body[0].lineno + 1 if documented else 0
+    return node.end_lineno - node.lineno + 1 - said
 
 
 def kinds():

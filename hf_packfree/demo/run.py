@@ -59,7 +59,6 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
         train_tokenizer,
     )
     from hf_packfree.patching import apply_patches, patch_report, remove_patches
-    from hf_packfree.verify import verify_packing
 
     texts = passages()
     tokenizer = train_tokenizer(texts)
@@ -68,21 +67,9 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
     model = build_model(tokenizer, options.seed)
     progress("text, tokenizer, model", 1, 1, f"{len(lengths)} documents, {sum(lengths)} tokens")
 
-    progress("leak per document", 0, 1, "")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patched = apply_patches(deepcopy(model).to(device))
-    try:
-        found: Any = verify_packing(
-            patched, lengths=lengths[: options.batch_size], seed=options.seed
-        )
-    except LeakDetected as leak:
-        found = leak.report
-    note = (
-        f"unpatched {found.unpatched.logits:.0e}, patched {found.patched.logits:.0e}"
-        if found.unpatched
-        else ""
-    )
-    progress("leak per document", 1, 1, note)
+    found = _verified(patched, lengths[: options.batch_size], options.seed, progress)
 
     names = (PADDED, LEAKING, PACKED)
     trained = {name: train(name, model, tokenizer, documents, options, progress) for name in names}
@@ -115,3 +102,21 @@ def _measure(options: DemoOptions, progress: Progress) -> DemoReport:
         exact,
         written,
     )
+
+
+def _verified(patched: Any, lengths: tuple[int, ...], seed: int, progress: Progress) -> Any:
+    """Return the report on a patched model, also that of a leak."""
+    from hf_packfree.verify import verify_packing
+
+    progress("leak per document", 0, 1, "")
+    try:
+        found: Any = verify_packing(patched, lengths=lengths, seed=seed)
+    except LeakDetected as leak:
+        found = leak.report
+    note = (
+        f"unpatched {found.unpatched.logits:.0e}, patched {found.patched.logits:.0e}"
+        if found.unpatched
+        else ""
+    )
+    progress("leak per document", 1, 1, note)
+    return found

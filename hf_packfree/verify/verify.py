@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,9 @@ def verify_packing(
     """
     lengths = _whole_lengths(lengths)
     _check_seed(seed)
-    if not isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):
+        refused = None if family_of(model) is not None else why_not_patched(model)
+    else:
         with torch.random.fork_rng(devices=[]):
             # random weights, where it has any
             torch.manual_seed(seed)
@@ -139,38 +141,23 @@ def verify_packing(
                 model, device=device, dtype=dtype, trust_remote_code=trust_remote_code
             )
         refused = _patched_if_possible(model)
-        family = family_of(model)
-    else:
-        family = family_of(model)
-        refused = None if family is not None else why_not_patched(model)
-    trunk: Any = text_model(model) if family is None else next(trunks(model, family))
-    if trunk is None:
-        raise UnsupportedModel(
-            f"found a {type(model).__name__}, which holds no text model; wanted a causal language "
-            f"model, of {', '.join(row.name for row in FAMILIES)} or others; pass one"
-        )
+    family = family_of(model)
+    trunk = _text_model_of(model, family)
     _refuse_unmeasurable(model, control=control)
-    state = find_state(model)
-    # documents alone would run in the patched layers too
-    ours = state is not None and state.runs_unpacked
-    reference = partial(patches_lifted, model) if ours else nullcontext
     probe = Probe(
         model,
         trunk,
         lengths,
         gradients,
         seed,
-        reference,
+        _reference(model),
         _coarsest(model, trunk, family),
         masked=family is not None and family.attends_only,
         parents=_parents(tree, len(lengths)),
     )
     with prepared(model, slow_decay), no_advice(), no_tf32_in_cudnn():
         patched = _measured(probe, model, refused)
-        limits = limits_for(probe.device, probe.autocast or probe.dtype, probe.packages)
-        if _may_be_rounding(patched, limits, probe.autocast or probe.dtype):
-            # both runs round: documents packed, and alone
-            limits = limits.at_least(*(2 * moved for moved in probe.rounding()))
+        limits = _limits(probe, patched)
         unpatched = _control(model, probe) if control else None
     report = PackingReport(
         model=type(model).__name__,
@@ -189,6 +176,24 @@ def verify_packing(
     )
     _judge(report, model, slow_decay)
     return report
+
+
+def _text_model_of(model: nn.Module, family: Family | None) -> Any:
+    """Return the text model that is measured; refuse a model without one."""
+    trunk: Any = text_model(model) if family is None else next(trunks(model, family))
+    if trunk is None:
+        raise UnsupportedModel(
+            f"found a {type(model).__name__}, which holds no text model; wanted a causal language "
+            f"model, of {', '.join(row.name for row in FAMILIES)} or others; pass one"
+        )
+    return trunk
+
+
+def _reference(model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    """Return the context in which documents alone run as transformers runs them."""
+    state = find_state(model)
+    ours = state is not None and state.runs_unpacked
+    return partial(patches_lifted, model) if ours else nullcontext
 
 
 def _patched_if_possible(model: nn.Module) -> str | None:
@@ -214,6 +219,16 @@ def _measured(probe: Probe, model: nn.Module, refused: str | None) -> Measuremen
             f"patched: {refused}; wanted a model that transformers runs; pass a config or "
             "checkpoint of other sizes"
         ) from error
+
+
+def _limits(probe: Probe, found: Measurement) -> Limits:
+    """Return the limits of rounding for what a probe has measured."""
+    dtype = probe.autocast or probe.dtype
+    limits = limits_for(probe.device, dtype, probe.packages)
+    if _may_be_rounding(found, limits, dtype):
+        # both runs round: documents packed, and alone
+        limits = limits.at_least(*(2 * moved for moved in probe.rounding()))
+    return limits
 
 
 def _whole_lengths(given: Any) -> tuple[int, ...]:
