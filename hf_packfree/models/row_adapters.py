@@ -1,10 +1,11 @@
-"""Three kinds of PEFT's adapters that work on whole rows instead of tokens, which packed rows
-cannot have.
+"""Kinds of PEFT's adapters that work on whole rows instead of tokens, which packed rows cannot
+have.
 
 Prompt learning (prompt tuning, P-tuning, prefix tuning and others) puts virtual tokens in front of
 the row and drops its positions, so that the model sees one document, even if several were packed.
 An activated LoRA (aLoRA) is on after a row's last invocation, which is in its last document. Lily's
-routers average over all tokens of a batch.
+routers average over all tokens of a batch, and so does VeLoRA's backward pass. Shadow calls a model
+of its own before the patched one.
 
 They are refused when a model is patched. If PEFT wraps the model later, they are found in the call
 stack of a forward, because PEFT leaves no mark on the model below. So are the tasks of rows that
@@ -21,6 +22,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_packfree.errors import UnsupportedInput, UnsupportedModel
+
+_OF_ROWS = {
+    "LILY": (
+        "Lily, whose routers average over all tokens of a batch: packed documents would change "
+        "each other"
+    ),
+    "SHADOW": (
+        "Shadow, whose own model is called before the patched one, with position_ids and a mask "
+        "alone: packed documents would read each other"
+    ),
+}
+"""{PEFT's name of a method: what is wrong with it for packed rows, in words}."""
 
 
 def refuse_adapters_of_rows(model: nn.Module) -> None:
@@ -47,7 +60,7 @@ def refuse_prompts_from_above(inputs_embeds: Tensor | None) -> None:
 
 
 def refuse_readers_of_the_row(module: nn.Module, rows: int) -> None:
-    """Refuse a call that becomes one row if PEFT calls for an activated LoRA or Lily, or has put
+    """Refuse a call that becomes one row if PEFT calls for adapters that read the row, or has put
     such adapters into the module that is called; and one of several `rows` if PEFT's Poly was given
     a task for each.
 
@@ -90,10 +103,9 @@ def _refuse(module: Any, finds_fault: Callable[[Any], str | None]) -> None:
 def _learns_prompts(config: Any) -> str | None:
     if not getattr(config, "is_prompt_learning", False):
         return None
-    kind = getattr(config.peft_type, "value", config.peft_type)
     return (
-        f"{kind}, which puts virtual tokens in front of a row and drops position_ids: packed "
-        "documents would read each other"
+        f"{_kind(config)}, which puts virtual tokens in front of a row and drops position_ids: "
+        "packed documents would read each other"
     )
 
 
@@ -103,9 +115,15 @@ def _reads_the_row(config: Any) -> str | None:
             "activated LoRA (alora_invocation_tokens), which is on after the last invocation of a "
             "row: in all but the last of packed documents it would be off"
         )
-    if getattr(config.peft_type, "value", config.peft_type) == "LILY":
+    velora = getattr(config, "velora_config", None)
+    if getattr(velora, "init_type", None) == "batch_average":
         return (
-            "Lily, whose routers average over all tokens of a batch: packed documents would change "
-            "each other"
+            "VeLoRA with init_type='batch_average' (init_type='random' reads no others), whose "
+            "gradients average over all tokens of a batch: packed documents would change each "
+            "other's"
         )
-    return None
+    return _OF_ROWS.get(_kind(config))
+
+
+def _kind(config: Any) -> Any:
+    return getattr(config.peft_type, "value", config.peft_type)

@@ -20,7 +20,7 @@ from hf_packfree.errors import (
 )
 from tests.integrations.compare import in_rows, in_steps, labelled, packed, per_document
 from tests.integrations.marks import integration, needs
-from tests.support import LOGIT_TOL, documents, relative_rms, tiny
+from tests.support import LOGIT_TOL, documents, gradients, relative_rms, slow_decay, tiny
 
 # its dependencies deprecate things
 pytestmark = [needs("peft"), pytest.mark.filterwarnings("default")]
@@ -399,6 +399,94 @@ class TestRouters:
         other[0] = 7
         last = [model(input_ids=each).logits[1] for each in (ids, other)]
         assert relative_rms(*last) > 1e-4
+
+
+class TestShadows:
+    """Shadow calls a model of its own, which gets no boundaries but positions, before the patched
+    one.
+    """
+
+    @staticmethod
+    def adapted(model):
+        peft = pytest.importorskip("peft")
+        if not hasattr(peft, "ShadowConfig"):
+            pytest.skip("a PEFT without Shadow")
+        torch.manual_seed(5)
+        return peft.get_peft_model(model, peft.ShadowConfig(task_type="CAUSAL_LM"))
+
+    def test_refused_when_patching(self):
+        model = self.adapted(tiny())
+        with pytest.raises(UnsupportedModel, match="found PEFT's Shadow, whose own model"):
+            apply_patches(model)
+        assert not patch_report(model).patched
+
+    def test_refused_after_patching(self):
+        model = self.adapted(apply_patches(tiny()))
+        with pytest.raises(PatchConflict, match="build the model anew"):
+            model(**packed(labelled()[:2]))
+
+    def test_what_would_be_lost(self):
+        """The reason: with the base model's layers taking their boundaries from elsewhere, the
+        shadow's linear attention goes on from one document into the next.
+        """
+        model = self.adapted(tiny()).eval()
+        inputs = packed(labelled()[:2])
+        other = dict(inputs, input_ids=inputs["input_ids"].clone())
+        other["input_ids"][:, :3] = 7
+        shadow = slow_decay(next(iter(model.base_model.shadow_backbone.values())))
+        embed, place = model.get_input_embeddings(), inputs["position_ids"]
+        calls = [{"inputs_embeds": embed(each["input_ids"])} for each in (inputs, other)]
+        rows = [shadow(position_ids=place, use_cache=False, **each) for each in calls]
+        last = [row.last_hidden_state[:, -9:] for row in rows]
+        assert relative_rms(*last) > 1e-3
+
+
+class TestAveragedGradients:
+    """VeLoRA keeps a projection of activations for the backward pass: onto their mean, by
+    default.
+    """
+
+    @staticmethod
+    def adapted(model, init_type="batch_average"):
+        peft = pytest.importorskip("peft")
+        if "velora_config" not in peft.LoraConfig.__dataclass_fields__:
+            pytest.skip("a PEFT without VeLoRA")
+        model = lora(model, velora_config={"num_groups": 4, "init_type": init_type})
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.03)
+        return model
+
+    def test_refused_when_patching(self):
+        with pytest.raises(UnsupportedModel, match="found PEFT's VeLoRA with .*init_type='random'"):
+            apply_patches(self.adapted(tiny()))
+
+    @pytest.mark.parametrize("batch", ["packed", "padded"])
+    def test_refused_after_patching(self, batch):
+        model = self.adapted(apply_patches(tiny()))
+        inputs = packed(labelled()[:2])
+        if batch == "padded":
+            mask = torch.ones_like(inputs["input_ids"]).repeat(2, 1)
+            mask[1, -3:] = 0
+            inputs = {"input_ids": inputs["input_ids"].repeat(2, 1), "attention_mask": mask}
+        with pytest.raises(UnsupportedModel, match="found PEFT's VeLoRA with"):
+            model(**inputs)
+
+    def test_random_projections_read_no_other_tokens(self, same_gradients):
+        found = in_rows(apply_patches(self.adapted(tiny(), "random")))
+        wanted = per_document(self.adapted(tiny(), "random"), in_steps(labelled()))
+        same_gradients(found, wanted, in_rows(self.adapted(tiny(), "random")))
+
+    def test_what_would_be_lost(self):
+        """The reason: the gradient of a row's loss changes with another row, without packing."""
+        found = []
+        for other in (7, 9):
+            model = self.adapted(tiny())
+            ids = packed(labelled()[1:2])["input_ids"].repeat(2, 1)
+            ids[0] = other
+            model(input_ids=ids, use_cache=False).logits[1].logsumexp(-1).sum().backward()
+            found.append(torch.cat([g.flatten() for n, g in gradients(model).items() if "_A" in n]))
+        assert relative_rms(*found) > 1e-2
 
 
 @integration("PEFT", "QLoRA: 4-bit base of bitsandbytes")
