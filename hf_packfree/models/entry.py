@@ -195,8 +195,8 @@ def read_call(
 
     Raises:
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
-        UnsupportedInput: the call is under a transform of torch.func, or PEFT's Poly was given a
-            task for each of several rows.
+        UnsupportedInput: the call is under a transform of torch.func, or PEFT was given a task or
+            an adapter for each of several rows.
         CacheConflict: several documents together with a cache.
         UnsupportedModel: the model has adapters of PEFT that work on whole rows, see
             `row_adapters`.

@@ -9,7 +9,7 @@ of its own before the patched one.
 
 They are refused when a model is patched. If PEFT wraps the model later, they are found in the call
 stack of a forward, because PEFT leaves no mark on the model below. So are the tasks of rows that
-PEFT's Poly is given.
+PEFT's Poly is given; names of adapters for each row are in hooks for the time of a call.
 """
 
 from __future__ import annotations
@@ -61,22 +61,37 @@ def refuse_prompts_from_above(inputs_embeds: Tensor | None) -> None:
 
 def refuse_readers_of_the_row(module: nn.Module, rows: int) -> None:
     """Refuse a call that becomes one row if PEFT calls for adapters that read the row, or has put
-    such adapters into the module that is called; and one of several `rows` if PEFT's Poly was given
-    a task for each.
+    such adapters into the module that is called; and one of several `rows` if PEFT was given
+    something for each: tasks of Poly, names of adapters, or scalings of X-LoRA.
 
     Raises:
         UnsupportedModel: a caller, or the module, has such adapters.
-        UnsupportedInput: a caller is PEFT's, with `task_ids`.
+        UnsupportedInput: a caller is PEFT's, with `task_ids`, `adapter_names` or X-LoRA.
     """
     _refuse(module, _reads_the_row)
     for given in _callers():
         _refuse(given.get("self"), _reads_the_row)
-        if rows > 1 and given.get("task_ids") is not None:
+        if rows > 1 and (name := _given_for_each_row(given, module)) is not None:
             raise UnsupportedInput(
-                f"found PEFT's task_ids, one for each of {rows} rows, which become one row without "
+                f"found PEFT's {name} one for each of {rows} rows, which become one row without "
                 "padding; wanted rows that stay apart; pass padded='upstream' to apply_patches or "
                 "PackFreeCallback"
             )
+
+
+def _given_for_each_row(given: dict[str, Any], module: nn.Module) -> str | None:
+    """Return what has an element for each row in PEFT's forward, whose variables are `given`, or
+    None.
+    """
+    if given.get("task_ids") is not None:
+        return "task_ids,"
+    configs = getattr(given.get("self"), "peft_config", None)
+    if isinstance(configs, dict) and any(_kind(one) == "XLORA" for one in configs.values()):
+        return "X-LoRA, whose scalings are"
+    # PEFT takes the names out of its arguments, and refuses them in training
+    hooks = () if module.training else (part._forward_pre_hooks for part in module.modules())
+    handed = (getattr(hook, "keywords", ()) for each in hooks for hook in each.values())
+    return "adapter_names," if any("adapter_names" in names for names in handed) else None
 
 
 def _callers() -> Iterator[dict[str, Any]]:

@@ -357,6 +357,55 @@ def test_tasks_of_rows_need_rows():
     assert relative_rms(found[mask.bool()], wanted[mask.bool()]) <= LOGIT_TOL
 
 
+@pytest.mark.parametrize("batch", ["padded", "packed"])
+def test_adapters_of_rows_need_rows(batch):
+    """`adapter_names`: PEFT counts them against rows, which are one where they become one."""
+
+    def adapted(model):
+        model = lora(model, ATTENTION).eval()
+        model.add_adapter("other", model.peft_config["default"])
+        return model
+
+    inputs = {"input_ids": documents((18,))[0].view(2, 9), "use_cache": False}
+    mask = torch.ones(2, 9)
+    if batch == "padded":
+        mask[1, 6:] = 0
+        inputs["attention_mask"] = mask
+    else:
+        inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
+    inputs["adapter_names"] = ["other", "__base__"]
+    with pytest.raises(UnsupportedInput, match="found PEFT's adapter_names, one for each of 2"):
+        adapted(apply_patches(tiny()))(**inputs)
+    if batch == "padded":
+        found = adapted(apply_patches(tiny(), padded="upstream"))(**inputs).logits
+        wanted = adapted(tiny())(**inputs).logits
+        assert relative_rms(found[mask.bool()], wanted[mask.bool()]) <= LOGIT_TOL
+
+
+def test_scalings_of_rows_need_rows(tmp_path):
+    """X-LoRA's are computed in PEFT, of the caller's shape; a packed row is one row already."""
+    peft = pytest.importorskip("peft")
+    lora(tiny(), ATTENTION).save_pretrained(tmp_path)
+
+    def adapted(model):
+        model.config.use_cache = False
+        torch.manual_seed(5)
+        adapters = {"hidden_size": 64, "adapters": {"0": str(tmp_path)}, "xlora_depth": 1}
+        options = {"enable_softmax": False, "task_type": "CAUSAL_LM"}
+        return peft.get_peft_model(model, peft.XLoraConfig(**adapters, **options)).eval()
+
+    model = adapted(apply_patches(tiny()))
+    items = labelled()[:4]
+    inputs = packed(items)
+    alone = [adapted(tiny())(input_ids=ids[None]).logits for ids, _ in items]
+    assert relative_rms(model(**inputs).logits, torch.cat(alone, 1)) <= LOGIT_TOL
+    mask = torch.ones(2, 9)
+    mask[1, 6:] = 0
+    batch = {"input_ids": documents((18,))[0].view(2, 9), "attention_mask": mask}
+    with pytest.raises(UnsupportedInput, match="found PEFT's X-LoRA, whose scalings are one for"):
+        model(**batch)
+
+
 class TestRouters:
     """Lily's routers average over all tokens of a batch, whichever document they are of."""
 
