@@ -22,7 +22,7 @@ from hf_packfree.models.attention import (
     check_attention,
     take_packed_call,
 )
-from hf_packfree.models.base import Replacement, upstream_of
+from hf_packfree.models.base import Replacement, kinds_of_layers, upstream_of
 from hf_packfree.models.rotated import with_our_rotation
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.attention import attention
@@ -200,7 +200,8 @@ def _refuse_lost_cap(layer: Any, softcap: float | None) -> None:
 
 
 def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:
-    """Refuse a text model with bidirectional attention, and a text model inside a multimodal model.
+    """Refuse a text model with bidirectional attention or windows that only its masks have, and a
+    text model inside a multimodal model.
 
     Raises:
         UnsupportedModel: `trunk` is such a text model.
@@ -211,6 +212,7 @@ def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:
             "causal attention, the only kind that packs exactly; pass documents in rows of their "
             "own"
         )
+    _refuse_windows_of_masks(trunk)
     for module in model.modules():
         if is_more_than_text(module) and any(part is trunk for part in module.modules()):
             raise UnsupportedModel(
@@ -218,6 +220,23 @@ def refuse_what_it_cannot_serve(model: torch.nn.Module, trunk: Any) -> None:
                 "language model alone, because images, audio or an encoder may say otherwise who "
                 "sees whom; call apply_patches on the language model inside, for rows of text"
             )
+
+
+def _refuse_windows_of_masks(trunk: Any) -> None:
+    """Refuse sliding layers whose attention is called without the window of their mask: SmolLM3's,
+    if `use_sliding_window` is False.
+    """
+    for number, (kind, layer) in enumerate(zip(kinds_of_layers(trunk.config), trunk.layers)):
+        for part in layer.modules():
+            # layers that only read a window from the config are of one kind
+            if kind == "sliding_attention" and getattr(part, "sliding_window", 0) is None:
+                raise UnsupportedModel(
+                    f"found layers.{number}, which the config says is {kind!r}, with a "
+                    f"{type(part).__name__} that has no window: transformers' masks would have "
+                    "one, and packed rows none; wanted one model for both; set "
+                    "config.use_sliding_window=True, or 'full_attention' in config.layer_types, "
+                    "and build it again"
+                )
 
 
 def looks_ahead(trunk: Any) -> bool:

@@ -431,6 +431,20 @@ def test_what_it_cannot_serve_is_refused_by_name():
         apply_patches(model)
 
 
+def test_windows_that_only_masks_have_are_refused():
+    """Without `use_sliding_window`, SmolLM3's attention is called without the window of its mask:
+    packed documents would be another model's than the same alone.
+    """
+    config = by_family["smollm3"].tiny_config()
+    config.use_sliding_window = False
+    model = transformers.SmolLM3ForCausalLM(config)
+    with pytest.raises(UnsupportedModel, match="layers.0.*SmolLM3Attention that has no window"):
+        apply_patches(model)
+    assert not patch_report(model).patched
+    config.layer_types = ["full_attention"] * 4
+    assert patch_report(apply_patches(transformers.SmolLM3ForCausalLM(config))).patched
+
+
 def test_a_text_model_that_looks_ahead_is_left_alone_while_it_is_built(caplog):
     """As embedding models are: a registration is in force for whatever else is loaded."""
     config = by_family["gemma3_text"].tiny_config()
