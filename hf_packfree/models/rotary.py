@@ -96,21 +96,28 @@ def check_longest_position(config: Any, packed: PackedSequence, position_ids: Te
     check_rope_type(config)
     if packed.num_segments == 1:
         return
-    limit, found = _limit(config), int(position_ids.max()) + 1
+    limit, kind = _limit(config)
+    found = int(position_ids.max()) + 1
     if found > limit:
         raise UnsupportedInput(
             f"found a document that ends at position {found:,} in a row of {packed.num_segments}, "
-            f"and rope_type={rope_type(config)!r}, which would rotate every other document by that "
+            f"and rope_type={kind!r}, which would rotate every other document by that "
             f"length too; wanted documents of at most {limit:,} tokens in packed rows; pass longer "
             "ones in rows of their own"
         )
 
 
-def _limit(config: Any) -> int:
-    """Return the number of positions up to which a document has the frequencies of short ones."""
-    if rope_type(config) == "longrope":
-        found = (given.get("original_max_position_embeddings") for given in _by_layer(config))
-        return min(int(limit) for limit in found if limit is not None)
-    # in a call of exactly max_position_embeddings, upstream keeps the frequencies of a longer call
-    # before
-    return int(config.max_position_embeddings) - 1
+def _limit(config: Any) -> tuple[int, str]:
+    """Return the number of positions up to which a document has the frequencies of short ones in
+    every layer, and the type of rotary embedding that says so.
+    """
+    limits: list[tuple[int, str]] = []
+    for given in _by_layer(config):
+        kind = given["rope_type"]
+        if kind == "longrope":
+            limits.append((int(given["original_max_position_embeddings"]), kind))
+        elif kind in BY_LONGEST:
+            # in a call of exactly max_position_embeddings, upstream keeps the frequencies of a
+            # longer call before
+            limits.append((int(config.max_position_embeddings) - 1, kind))
+    return min(limits)

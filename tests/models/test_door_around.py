@@ -488,6 +488,25 @@ def test_frequencies_that_depend_on_the_row_are_refused_past_their_limit(family)
         model(**row_batch("positions", (40, 65, 3)).inputs)
 
 
+@pytest.mark.parametrize("dynamic", ["full_attention", "sliding_attention"])
+def test_the_lowest_limit_of_all_kinds_of_layers_counts(dynamic):
+    """Of a dynamic type up to 31 positions, and of longrope up to 64 in layers of another kind."""
+    config = by_family["gemma3_text"].tiny_config()
+    for kind, turns in config.rope_parameters.items():
+        turns |= {"rope_type": "dynamic" if kind == dynamic else "longrope", "factor": 4.0}
+        if kind != dynamic:
+            turns |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+            turns |= {"original_max_position_embeddings": 64}
+    config.max_position_embeddings = 32
+    torch.manual_seed(0)
+    model = apply_patches(transformers.Gemma3ForCausalLM(config))
+    short = row_batch("positions", (5, 31, 3))
+    alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in short.documents]
+    assert relative_rms(model(**short.inputs).logits[0], torch.cat(alone)) <= LOGIT_TOL
+    with pytest.raises(UnsupportedInput, match="rope_type='dynamic'.*at most 31 tokens"):
+        model(**row_batch("positions", (5, 40, 3)).inputs)
+
+
 @pytest.mark.parametrize(
     ("family", "found"), [("qwen3", "a sliding window"), ("mistral", "a sliding window")]
 )
