@@ -254,7 +254,9 @@ def _blank(home: str, name: str) -> Any:
 
 
 Sizes = dict[str, tuple[Any, Any]]
-"""{name of a part: (the size that the module has, the size that its config says)}."""
+"""{name of a part: (the size that the module has, the size that its config says)}; also of what is
+no size, such as an activation.
+"""
 
 
 def kinds_of_layers(config: Any) -> list[str]:
@@ -291,6 +293,13 @@ def size_of(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def silu(activation: Any) -> tuple[Any, Any]:
+    """Return the name of a layer's activation, and the name that it has to have: silu's, which
+    transformers also calls swish.
+    """
+    return activation, activation if activation in ("silu", "swish") else "silu"
+
+
 def contract_violations(layer: nn.Module, sizes_of: Callable[[Any], Sizes]) -> list[str]:
     """Return a sentence for each part of `layer` that is missing or whose size differs from the
     config's.
@@ -300,7 +309,7 @@ def contract_violations(layer: nn.Module, sizes_of: Callable[[Any], Sizes]) -> l
     except AttributeError as missing:
         return [str(missing)]
     return [
-        f"{part} is {found}, its config says {wanted}"
+        f"{part} is {found} instead of {wanted}"
         for part, (found, wanted) in sizes.items()
         if found != wanted
     ]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.models.base import Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.base import Sizes, silu, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.conv_mixer import ConvMixer
 from hf_packfree.models.plain_layers import epsilon, is_gated_norm, plain_layers, project
 from hf_packfree.models.recompute import linear_with_recompute
@@ -125,7 +125,7 @@ class PackedGatedDeltaNet(ConvMixer):
             "dt_bias": (size_of(layer.dt_bias), (layer.num_v_heads,)),
             cls.norm_name: (size_of_norm(norm), (layer.head_v_dim,)),
             cls.output_name: (size_of_linear(output), (layer.hidden_size, values)),
-            "activation": (layer.activation in ("silu", "swish"), True),
+            "activation": silu(layer.activation),
             "grouped heads": (layer.num_v_heads % layer.num_k_heads, 0),
         }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_packfree.models.base import Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.base import Sizes, silu, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.conv_mixer import ConvMixer
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.conv import OP as CONV
@@ -98,7 +98,7 @@ class PackedKimiDeltaAttention(ConvMixer):
             name: (size_of_linear(getattr(layer, name)), (width, rank)),
             "o_norm": (size_of_norm(layer.o_norm), (layer.head_dim,)),
             "o_proj": (size_of_linear(layer.o_proj), (layer.hidden_size, width)),
-            "activation": (layer.activation in ("silu", "swish"), True),
+            "activation": silu(layer.activation),
         }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_packfree.models.base import Sizes, size_of, size_of_linear, size_of_norm
+from hf_packfree.models.base import Sizes, silu, size_of, size_of_linear, size_of_norm
 from hf_packfree.models.conv_mixer import ConvMixer
 from hf_packfree.models.state import state_of
 from hf_packfree.ops.conv import causal_conv1d
@@ -103,6 +103,6 @@ class PackedMamba2(ConvMixer):
             "in_proj": (size_of_linear(layer.in_proj)[0], values + channels + heads),
             "norm": (size_of_norm(layer.norm) if has_norm else (values,), (values,)),
             "out_proj": (size_of_linear(layer.out_proj), (layer.hidden_size, values)),
-            "activation": (layer.activation in ("silu", "swish"), True),
+            "activation": silu(layer.activation),
             "grouped heads": (heads % layer.n_groups, 0),
         }

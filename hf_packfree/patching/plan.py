@@ -306,6 +306,7 @@ def _check_contracts(
                 )
             raise ContractError(
                 f"found a {type(module).__name__} unlike its family's checkpoints: "
-                f"{'; '.join(broken)}; wanted what the config says; undo what changed the layer "
-                "(leave what PEFT wrapped out of target_modules), or report the release"
+                f"{'; '.join(broken)}; wanted its family's, of the config's sizes; undo what "
+                "changed the layer (leave what PEFT wrapped out of target_modules), or report the "
+                "release"
             )

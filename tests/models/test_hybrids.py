@@ -271,6 +271,18 @@ def test_a_wrapped_convolution_is_refused(family):
         model(**batch.inputs)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "kimi_linear", "olmo_hybrid"])
+def test_another_activation_is_refused_by_its_name(family):
+    if family not in by_family:
+        pytest.skip("a family of later releases")
+    config = by_family[family].tiny_config()
+    config.hidden_act = "gelu"
+    with pytest.raises(ContractError, match="checkpoints: activation is gelu instead of silu"):
+        apply_patches(
+            getattr(import_module(by_family[family].upstream), by_family[family].causal_lm)(config)
+        )
+
+
 @pytest.mark.parametrize("family", NAMES)
 def test_an_offloaded_convolution_is_brought_in(family):
     from accelerate import cpu_offload
