@@ -19,6 +19,8 @@ BY_LONGEST = frozenset({"dynamic", "longrope"})
 """Types whose rotation of all tokens changes once the longest position of a call is above a
 limit.
 """
+_ATTENTION = {"full_attention", "sliding_attention"}
+"""The kinds of layers for which a config may give parameters of their own."""
 
 
 def has_sections(trunk: Any) -> bool:
@@ -51,12 +53,14 @@ def rope_type(config: Any) -> str:
 
 def _by_layer(config: Any) -> list[Any]:
     """Return the parameters of a config's rotary embeddings, one dict for each kind of layer if
-    kinds differ; kinds without positions count as the default type.
+    kinds differ; kinds without positions, and models in which no layer attends, count as the
+    default type.
     """
     plain = {"rope_type": "default"}
     given = getattr(config, "rope_parameters", None) or plain
     kinds = set(getattr(config, "layer_types", None) or ()) & given.keys()
-    return [given[kind] or plain for kind in kinds] or [given]
+    alike = plain if given.keys() <= _ATTENTION else given
+    return [given[kind] or plain for kind in kinds] or [alike]
 
 
 def has_fixed_frequencies(config: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import cycle
@@ -281,6 +282,13 @@ def test_another_activation_is_refused_by_its_name(family):
         apply_patches(
             getattr(import_module(by_family[family].upstream), by_family[family].causal_lm)(config)
         )
+
+
+@pytest.mark.skipif("lfm3" not in NAMES, reason="this transformers has no LFM3 to pack")
+def test_rotary_types_of_kinds_that_no_layer_has_are_not_asked():
+    """LFM3 has parameters for two kinds of attention, and may have convolutions alone."""
+    model = tiny(replace(by_family["lfm3"], tiny={"layer_types": ["conv"] * 4}))
+    assert_patching_is_exact(model, row_batch("positions", ROW))
 
 
 @pytest.mark.parametrize("family", NAMES)
