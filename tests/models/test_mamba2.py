@@ -18,6 +18,7 @@ from hf_packfree.parallel import ContextParallel
 from hf_packfree.patching.plan import op_sizes
 from tests.input_formats import row_batch
 from tests.models.forms import half_precision, logits_alone
+from tests.models.padded import padded_batch
 from tests.models.test_generation import IDS
 from tests.models.test_hybrids import SSD as NAMES
 from tests.support import (
@@ -121,6 +122,30 @@ def test_biases_of_projections_and_convolution(bias):
         tiny_with("bamba", mamba_conv_bias=bias, mamba_proj_bias=not bias),
         row_batch("positions", ROW),
     )
+
+
+def test_biases_of_padding_in_front_are_not_read():
+    """Transformers' convolution reads them, so that documents are not what they are alone."""
+    model, batch = tiny_with("bamba", mamba_proj_bias=True), padded_batch("left")
+    with torch.no_grad():
+        for mixer in mixers(model):
+            mixer.in_proj.bias.normal_()
+        real = batch["attention_mask"] == 1
+        rows = zip(batch["input_ids"], real)
+        alone = torch.cat([model(input_ids=ids[kept][None]).logits[0] for ids, kept in rows])
+        assert relative_rms(model(**batch).logits[real], alone) > CONTROL * LOGIT_TOL
+        found = apply_patches(model)(**batch).logits[real]
+    assert relative_rms(found, alone) <= LOGIT_TOL
+
+
+def test_the_z_loss_counts_real_tokens_alone():
+    model, batch = tiny_with("bamba", z_loss_coefficient=0.5), padded_batch("right")
+    real = batch["attention_mask"] == 1
+    wanted = model(**batch)
+    counted = wanted.logits[real].logsumexp(-1).pow(2).mean()
+    every = wanted.logits.logsumexp(-1).pow(2).mean()
+    found = apply_patches(model)(**batch)
+    assert abs(found.loss - (wanted.loss + 0.5 * (counted - every))) <= LOGIT_TOL * wanted.loss
 
 
 def test_steps_have_limits():
