@@ -193,7 +193,9 @@ def _inverse(temperature: float | Tensor, x: Tensor) -> Tensor:
     tokens, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
     if not isinstance(temperature, Tensor):
         return torch.full((tokens.numel(),), 1.0 / temperature, dtype=wide, device=x.device)
-    return temperature.detach().to(x.device, wide).reciprocal().expand(tokens).reshape(-1)
+    inverse = temperature.detach().to(x.device, wide).reciprocal()
+    # in memory of its own: of one number, `reshape` makes a view, and kernels read T of them
+    return inverse.expand(tokens).contiguous().view(-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -115,3 +115,15 @@ def test_the_whole_operation(expected, launched):
     for one, other in zip(found, wanted):
         assert relative_rms(one, other) <= 2e-6
     assert launched == KERNELS | {"scaled"}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 20)], ids=str)
+def test_one_temperature_as_a_tensor_is_that_of_every_token(shape):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator) for shape in ((1, 20, 8), (30, 8)))
+    targets = torch.randint(30, (1, 20), generator=generator)
+    found, wanted = (
+        linear_log_probs(x, weight, targets, temperature=temperature, backend=name).log_probs
+        for temperature, name in ((torch.full(shape, 0.7), "triton"), (0.7, "torch"))
+    )
+    assert relative_rms(found, wanted) <= 1e-6
