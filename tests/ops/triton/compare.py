@@ -4,6 +4,7 @@ gradients.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -27,6 +28,19 @@ def random(*shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
     """Return tensors of these shapes, fp32."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def with_heads_far_apart(x: Tensor) -> Tensor:
+    """Return bf16 x [1, T, 3, D] with heads 2^30 elements apart, so that the last one's offset is
+    beyond int32, in memory that the machine does not need to have; where int32 would wrap to is
+    part of it.
+    """
+    # Linux's MAP_NORESERVE, which Python names from 3.13 on
+    apart, flags = 2**30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+    memory = mmap.mmap(-1, 2 * (2 * 2 * apart + x.shape[1] * x.shape[3]), flags)
+    strides = 0, x.shape[3], apart, 1
+    whole = torch.frombuffer(memory, dtype=torch.bfloat16)
+    return whole.as_strided(x.shape, strides, 2 * apart).copy_(x)
 
 
 def assert_matches(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.fused import norm_rope
-from tests.ops.triton.compare import TOKENS, assert_matches, random
+from tests.ops.triton.compare import TOKENS, assert_matches, random, with_heads_far_apart
 
 KERNELS = {"norm_rope", "norm_rope_backward"}
 SIZE = 24
@@ -31,3 +31,13 @@ def test_values_and_gradients(tokens, rotary, launched, monkeypatch):
 
     assert_matches(op, random((1, tokens, 3, 2 * SIZE), (SIZE,)))
     assert launched == KERNELS | {"sum_partials"}
+
+
+def test_heads_that_lie_far_apart():
+    x, weight, cos, sin, d_out = random((1, 2, 3, 8), (8,), (1, 2, 8), (1, 2, 8), (1, 2, 3, 8))
+    found = []
+    for one in (with_heads_far_apart(x), x.bfloat16()):
+        leaves = one.requires_grad_(), weight.clone().requires_grad_()
+        out = norm_rope(*leaves, cos, sin, 1e-6, backend="triton")
+        found.append([out, *torch.autograd.grad(out, leaves, d_out.bfloat16())])
+    assert all(map(torch.equal, *found))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.fused import qkv_rope, rope
-from tests.ops.triton.compare import TOKENS, assert_matches, random
+from tests.ops.triton.compare import TOKENS, assert_matches, random, with_heads_far_apart
 
 OF_TOWERS = {"qkv_rope", "qkv_rope_backward"}
 KERNELS = OF_TOWERS | {"rope"}
@@ -47,3 +47,9 @@ def test_queries_on_a_slice_of_wider_heads(tokens, rotary, heads, launched):
 
     assert_matches(op, random((1, tokens, heads, 48)))
     assert launched == KERNELS - OF_TOWERS
+
+
+def test_heads_that_lie_far_apart():
+    x, cos, sin = random((1, 2, 3, 8), (1, 2, 8), (1, 2, 8))
+    apart = with_heads_far_apart(x)
+    assert torch.equal(*(rope(one, cos, sin, backend="triton") for one in (apart, x.bfloat16())))

@@ -38,6 +38,8 @@ def norm_rope(
     """out [T, H, D] = rotate(x / rms(x) * (1 + weight)).  Grid: T."""
     t, d = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     mask, is_rotary, other = d < size, d < 2 * half, _rotated_with(d, half)
+    # of heads that lie apart, beyond int32
+    head_stride = tl.cast(head_stride, tl.int64)
     w = 1.0 + tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
     c = tl.load(cos + t * angle_stride + d, mask=is_rotary, other=1.0).to(tl.float32) * w
     s = tl.load(sin + t * angle_stride + d, mask=is_rotary, other=0.0).to(tl.float32)
@@ -78,6 +80,8 @@ def norm_rope_backward(
     """d_x [T, H, D], and per program d_weight [programs, D] unless None."""
     d = tl.arange(0, WIDTH)
     mask, is_rotary, other = d < size, d < 2 * half, _rotated_with(d, half)
+    # of heads that lie apart, beyond int32
+    head_stride = tl.cast(head_stride, tl.int64)
     w = 1.0 + tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
     acc = tl.zeros([WIDTH], dtype=tl.float32)
     first = tl.program_id(0).to(tl.int64) * tokens_per_program
@@ -126,7 +130,7 @@ def rope(
     turn = other if BACKWARD else d
     s = tl.load(sin + t * angle_stride + turn, mask=is_rotary, other=0.0).to(tl.float32)
     s = tl.where((d < half) != BACKWARD, -s, s)
-    heads = x + t * token_stride + h * head_stride
+    heads = x + t * token_stride + h.to(tl.int64) * head_stride
     a = tl.load(heads + d, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(heads + other, mask=mask & is_rotary, other=0.0).to(tl.float32)
     y = (a * c + b * s).to(out.dtype.element_ty)
