@@ -92,9 +92,10 @@ def softmax_gradient(
             m_new = tl.maximum(m_i, tl.max(value, 0))
             acc = acc * tl.exp(m_i - m_new) + tl.sum(tl.exp(value - m_new[None, :]), 0)
             m_i = m_new
+        # before the barriers of the two sums below, behind which other warps overwrite it
+        chosen = tl.load(x + target, mask=target < words, other=float("nan")).to(tl.float32)
         m = tl.max(m_i, 0)
         total = tl.sum(acc * tl.exp(m_i - m), 0)
-        chosen = tl.load(x + target, mask=target < words, other=float("nan")).to(tl.float32)
         chosen, _ = _through_head(chosen, before, after, HEAD, CAPPED, dtype)
         tl.store(losses + row, tl.log(total) + m - chosen)
         if GRADIENT:
