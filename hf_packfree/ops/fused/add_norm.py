@@ -55,7 +55,7 @@ class NormOf(NamedTuple):
 
         total, weight, normed, size = (
             self.total,
-            self.weight,
+            self.weight.contiguous(),
             torch.empty_like(self.total, dtype=dtype),
             self.total.shape[-1],
         )
@@ -237,7 +237,8 @@ class _AddNorm(Function):
     ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.norms import add_norm
 
-        x = total = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
+        bias, total = None if bias is None else bias.contiguous(), x
         if branch is not None:
             branch = branch.contiguous()
             total = torch.empty_like(x, dtype=_of_sum(x, branch))

@@ -92,7 +92,7 @@ class _GatedNorm(Function):
     ) -> Tensor:
         from hf_packfree.ops.fused.kernels.norms import gated_norm
 
-        x, z = x.contiguous(), z.contiguous()
+        x, z, weight = x.contiguous(), z.contiguous(), weight.contiguous()
         sizes, layer, tokens = _sizes(x), JoinedLinear(spec, tensors), x.flatten(-2)
         normed, padded = layer.empty_input(tokens)
         blocks, strides = _blocks(x, "forward"), (x.shape[-2], normed.stride(-2))

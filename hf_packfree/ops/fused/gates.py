@@ -55,6 +55,7 @@ class _Gates(Function):
     ) -> tuple[Tensor, Tensor]:
         from hf_packfree.ops.fused.kernels.gates import gates
 
+        A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
         ctx.save_for_backward(a, b, A_log, dt_bias)
         g, beta = a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
         grid, sizes, blocks = _blocks(a, b)

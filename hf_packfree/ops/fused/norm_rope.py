@@ -72,7 +72,7 @@ class _NormRope(Function):
         from hf_packfree.ops.fused.kernels.rope import norm_rope
 
         x = x if x.stride(3) == 1 else x.contiguous()
-        cos, sin = cos.contiguous(), sin.contiguous()
+        weight, cos, sin = weight.contiguous(), cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.eps = eps
         out = x.new_empty(x.shape)
