@@ -27,6 +27,7 @@ from hf_packfree.ops.backend import Target, needs_triton
 from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
 from hf_packfree.ops.loss.chunked_loss import rows_of_a_chunk
 from hf_packfree.ops.loss.logits import LazyLogits
+from hf_packfree.ops.loss.misread import refuse_misread
 from hf_packfree.ops.loss.statistics import measured
 
 
@@ -84,7 +85,9 @@ def token_log_probs(
     Raises:
         UnsupportedInput: the model's logits are not its last layer's output for the last hidden
             states; a model's output has no lazy logits, or they were read; hidden states come
-            without a head; a last layer that FSDP2 shards has hooks, or is compiled.
+            without a head; a last layer that FSDP2 shards has hooks, or is compiled; targets or a
+            temperature of another shape; a temperature that is not above 0.
+        ValueError: `entropy` has an unknown value.
 
     Examples:
         >>> import torch
@@ -109,6 +112,7 @@ def token_log_probs(
             f"found {changed} of a {type(head).__name__}; wanted logits as the model's last layer "
             "gives them of the last hidden states; take log_softmax of the model's own logits"
         )
+    refuse_misread(hidden.shape[:-1], targets, temperature, entropy)
     layer = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else head
     counted = Targets.of(targets.to(hidden.device), ignore_index)
     wanted, scale = Wanted(entropy=bool(entropy), top1=top1), scale_of_logits(head)

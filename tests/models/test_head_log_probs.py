@@ -332,11 +332,52 @@ def test_logits_that_are_no_longer_untouched_are_refused(name, change):
         logits.log_probs(targets(batch, where))
 
 
-def test_targets_of_another_shape_are_refused():
-    batch, where = padded("right")
-    logits, _ = lazily(apply_patches(tiny()), batch, where)
-    with pytest.raises(UnsupportedInput, match="one target for every token"):
-        logits.log_probs(targets(batch, where)[:, 1:])
+SQUARE = torch.zeros(3, 3, dtype=torch.int64)
+MISREAD = {
+    "other targets": (
+        {"targets": torch.zeros(9, 1, dtype=torch.int64)},
+        r"found targets of shape \[9, 1\] for tokens of shape \[3, 3\]; wanted one target for every",
+    ),
+    "rows' temperatures": (
+        {"temperature": torch.tensor([0.5, 1.0, 2.0])},
+        r"found a temperature of shape \[3\] for tokens of shape \[3, 3\]; wanted a number",
+    ),
+    "too many temperatures": (
+        {"temperature": torch.ones(3, 2)},
+        r"a temperature of shape \[3, 2\]",
+    ),
+    "cold": ({"temperature": 0.0}, "found a temperature of 0.0; wanted one above 0"),
+    "misspelt": ({"entropy": "detach"}, "found entropy='detach'; wanted True, False or 'detached'"),
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", MISREAD)
+def test_what_would_be_read_as_something_else_is_refused(name, lazy):
+    """A shape that broadcasts along the wrong axis, or is only as large as the right one."""
+    more, said = MISREAD[name]
+    asked, model = {"targets": SQUARE, **more}, apply_patches(tiny(), unpacked="native")
+    output = model(input_ids=SQUARE)
+    hidden = torch.randn(3, 3, model.config.hidden_size)
+    ask = (
+        output.logits.log_probs
+        if lazy
+        else lambda **given: token_log_probs(hidden, head=model, **given)
+    )
+    with pytest.raises(ValueError, match=said):
+        ask(**asked)
+
+
+@pytest.mark.parametrize(
+    "temperature", [torch.tensor(0.5), torch.tensor([0.5]), torch.full((5,), 0.5)]
+)
+def test_temperatures_that_can_only_mean_one_thing(temperature):
+    hidden, head = torch.randn(1, 5, 4), torch.nn.Linear(4, 8)
+    found, wanted = (
+        token_log_probs(hidden, SQUARE.view(-1)[None, :5], head, temperature=one).log_probs
+        for one in (temperature, 0.5)
+    )
+    assert torch.equal(found, wanted)
 
 
 CHANGED = {

@@ -34,6 +34,7 @@ from hf_packfree.ops.loss.elementwise import (
     step_of,
 )
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
+from hf_packfree.ops.loss.misread import refuse_misread
 from hf_packfree.ops.loss.scaled import Scaled
 from hf_packfree.ops.loss.statistics import Wanted
 from hf_packfree.packing import PackedSequence, repad, unpad
@@ -80,15 +81,10 @@ class LazyLogits(LazyTensor):
             temperature, entropy, top1, ignore_index: see `hf_packfree.token_log_probs`.
 
         Raises:
-            UnsupportedInput: the logits were read or changed before, their batch has another
-                shape, or the head's weight or the hidden states were changed since.
+            UnsupportedInput: the logits were read or changed before, or the head's weight or the
+                hidden states were changed since; or see `refuse_misread`.
         """
-        if targets.shape != self.shape[:-1]:
-            raise UnsupportedInput(
-                f"found targets of shape {list(targets.shape)} for logits of shape "
-                f"{list(self.shape)}; wanted one target for every token; pad them with "
-                f"{ignore_index}"
-            )
+        refuse_misread(self.shape[:-1], targets, temperature, entropy)
         product, packed = _origin(self.source)
         x, weight, bias = product.as_given()
         targets = targets.to(x.device)
