@@ -124,8 +124,20 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules with their names, without the embedding, which runs before the graph: each
     `gradient_checkpointing_enable` puts another hook on it.
     """
-    embeddings: Any = getattr(module, "get_input_embeddings", lambda: None)()
+    embeddings = embedding_of(module)
     return ((name, part) for name, part in module.named_modules() if part is not embeddings)
+
+
+def embedding_of(module: Any) -> nn.Module | None:
+    """Return what embeds a text model's ids; None for other modules, and for a stage of a pipeline
+    that begins behind it.
+    """
+    try:
+        found: nn.Module | None = getattr(module, "get_input_embeddings", lambda: None)()
+    # the second where a class names its own attribute, which a stage may have deleted
+    except (NotImplementedError, AttributeError):
+        return None
+    return found
 
 
 def _containers(attributes: dict[str, Any], own_weights: bool) -> Iterator[Any]:

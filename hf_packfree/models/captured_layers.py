@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_packfree.graphs.by_layer import are_sharded, gathered_dtype
+from hf_packfree.graphs.settings import embedding_of
 from hf_packfree.models.attention import attention_route
 from hf_packfree.models.call import Call
 from hf_packfree.models.compat import masks_the_layers_ignore
@@ -148,7 +149,8 @@ def ahead(call: Call) -> Meanwhile | None:
         return None
     # ranks that embed a row a second time would gather a sharded embedding once more; PEFT's token
     # adapters compute `weight` when it is read
-    kinds = {type(one) for one in trunk.get_input_embeddings().parameters()}
+    embedding = embedding_of(trunk)
+    kinds = set() if embedding is None else {type(one) for one in embedding.parameters()}
     if not kinds or not kinds <= {Tensor, nn.Parameter}:
         return None
     return partial(runner.run_ahead, partial(_embed, trunk), given, positions)
@@ -208,7 +210,8 @@ def _unbounded(trunk: Any) -> str | None:
     """Return which operation runs in an implementation of which no graph can be captured, or was
     tried, in words, or None.
     """
-    weight = next(trunk.get_input_embeddings().parameters())
+    embedding = embedding_of(trunk)
+    weight = next((trunk if embedding is None else embedding).parameters())
     enabled, dtype = _autocast(weight.device)
     dtype = dtype if enabled else gathered_dtype(trunk) or weight.dtype
     kernels = state_of(trunk).kernels_for(weight.device, dtype)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_packfree.graphs.settings import embedding_of
 from hf_packfree.models.base import Replacement
 from hf_packfree.models.fused_layer import FusedDecoderLayer
 from hf_packfree.models.peft_lora import is_lora
@@ -53,7 +54,7 @@ def _called_alone(
     compiled, gathered = inside(model, is_compiled), inside(model, is_fsdp2)
     flat = inside(model, is_fsdp1)
     left: list[Any] = list(trunks(model, family))
-    embeddings = [trunk.get_input_embeddings() for trunk in left]
+    embeddings = [embedding_of(trunk) for trunk in left]
     while left:
         module = left.pop()
         kind = _kind(module, x, adapters=not state.batch_invariant)

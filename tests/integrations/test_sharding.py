@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
@@ -26,7 +28,19 @@ from tests.integrations.compare import (
 )
 from tests.integrations.marks import integration
 from tests.ranks import two_ranks
-from tests.support import CONTROL, GRADIENT_TOL, ROW, checkpoint_layers, tiny, wrap_layers
+from tests.support import (
+    CONTROL,
+    GRADIENT_TOL,
+    ROW,
+    assert_exact,
+    checkpoint_layers,
+    errors,
+    random_weights,
+    run,
+    run_alone,
+    tiny,
+    wrap_layers,
+)
 
 
 def check(error: float, control: float, record_property) -> None:
@@ -165,3 +179,39 @@ def test_a_traced_pipeline_is_refused():
     with pytest.raises(RuntimeError, match="full graph"):
         pipeline(apply_patches(tiny().eval()), mb_args=(), mb_kwargs=inputs, split_spec=split)
     assert not torch.distributed.is_initialized()
+
+
+SPANS = slice(0, 2), slice(2, 4)
+
+
+class Stages(torch.nn.Module):
+    """A pipeline cut by hand, whose stages run the text model's forward on their own layers: the
+    first has no norm and no head, the second no embeddings.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(copy.deepcopy(model) for _ in SPANS)
+        for part, span in zip(self.parts, SPANS):
+            part.config.layer_types = part.config.layer_types[span]
+            part.config.num_hidden_layers = len(part.config.layer_types)
+            part.model.layers = part.model.layers[span]
+        self.parts[0].model.norm = self.parts[0].lm_head = torch.nn.Identity()
+        self.parts[1].model.embed_tokens = None
+
+    def forward(self, input_ids, **more):
+        hidden = self.parts[0](input_ids=input_ids, **more).logits
+        return self.parts[1](inputs_embeds=hidden, **more)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_stages_of_a_pipeline_keep_documents_apart(when):
+    batch, alone = row_batch("positions", ROW), Stages(tiny())
+    weights = random_weights(batch, 128)
+    wanted = run_alone(alone, batch, weights)
+    assert min(errors(run(alone, batch, weights), wanted)) >= CONTROL * GRADIENT_TOL
+    stages = Stages(apply_patches(tiny()) if when == "before" else tiny())
+    for part in stages.parts:
+        # without embeddings, which reports and graphs ask for
+        assert patch_report(apply_patches(part)).patched
+    assert_exact(stages, batch, wanted)
