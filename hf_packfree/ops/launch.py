@@ -12,7 +12,7 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     Args:
         kernel: made by `triton.jit`.
         grid: programs along one to three dimensions.
-        arguments: tensors, integers, floats and None, the first parameters of the kernel in order.
+        arguments: the first parameters of the kernel in order: tensors and None, and after these
+            integers, floats and None.
         constants: its other parameters, all of them `tl.constexpr`, and Triton's options
             (num_warps, ...).
     """
@@ -86,18 +87,14 @@ def _starter(compiled: Any, device: int, rest: tuple[Any, ...]) -> Start:
 
     def start(grid: tuple[int, ...], arguments: tuple[Any, ...], values: list[Any]) -> None:
         sizes = x, y, z = (*grid, 1, 1)[:3]
-        if _has_hooks(runtime):
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # a hook, such as a profiler's, is called at every launch
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             compiled[sizes](*arguments, *rest)
         else:
             run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
 
     return start
-
-
-def _has_hooks(runtime: Any) -> bool:
-    """Whether a hook, such as a profiler's, is called at every launch."""
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
@@ -117,16 +114,29 @@ def _read(arguments: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]
                 kind = kind, where, address % 16
             else:
                 kind, value = (kind, address % 16) if address % 16 else kind, address
-        elif kind is int:
-            kind = 1 if value == 1 else (value % 16 == 0, -_INT32 <= value < _INT32)
-        elif isinstance(value, int):
-            # a bool, or of a subclass
-            kind = kind, value
-        elif kind is not float and isinstance(value, Tensor):
+        elif value is not None:
+            if not isinstance(value, Tensor):
+                break
             kind = kind, value.dtype, value.get_device(), value.data_ptr() % 16
         kinds.append(kind)
         values.append(value)
-    return kinds, values
+    numbers = arguments[len(values) :]
+    return [*kinds, _kinds_of(*numbers)], [*values, *numbers]
+
+
+# a row's layers repeat them
+@lru_cache(maxsize=4096, typed=True)
+def _kinds_of(*numbers: Any) -> tuple[Any, ...]:
+    """Return the kinds of integers, floats and None."""
+    # an address is nothing to remember
+    assert not any(isinstance(value, Tensor) for value in numbers), "a tensor after a number"
+    return tuple(
+        (1 if value == 1 else (value % 16 == 0, -_INT32 <= value < _INT32))
+        if type(value) is int
+        # a bool, or of a subclass
+        else ((type(value), value) if isinstance(value, int) else type(value))
+        for value in numbers
+    )
 
 
 @cache

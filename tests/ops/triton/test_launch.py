@@ -256,10 +256,19 @@ tensors = st.builds(
 )
 edges = st.sampled_from([2**31 - 16, 2**31, -(2**31), -(2**31) - 16])
 integers = st.one_of(st.integers(-5, 40), st.integers(-(2**40), 2**40), edges)
-values = st.one_of(tensors, integers, st.floats(allow_nan=False), st.none(), st.booleans())
+pointers = st.one_of(tensors, st.none())
+numbers = st.one_of(integers, st.floats(allow_nan=False), st.none(), st.booleans())
+values = st.one_of(tensors, numbers)
+# tensors come first
+pairs_of_arguments = st.builds(
+    lambda *parts: [pair for part in parts for pair in part],
+    st.lists(st.tuples(pointers, pointers), max_size=2),
+    st.lists(st.tuples(values, values), min_size=1, max_size=1),
+    st.lists(st.tuples(numbers, numbers), max_size=2),
+)
 
 
-@given(pairs=st.lists(st.tuples(values, values), min_size=1, max_size=4))
+@given(pairs=pairs_of_arguments)
 @example(pairs=[(X[1:], X), (1, 1)])
 @example(pairs=[(1, 1.0)])
 # equal for Python
@@ -278,6 +287,13 @@ def test_arguments_that_triton_compiles_differently_have_other_keys(
     left, right = zip(*pairs)
     if list(map(of_triton, left)) != list(map(of_triton, right)):
         assert module._read(left, CPU)[0] != module._read(right, CPU)[0]
+
+
+def test_a_tensor_after_a_number_is_refused() -> None:
+    """The kinds of numbers are remembered, and an address is no such thing."""
+    for late in (X, Kept(X)):
+        with pytest.raises(AssertionError, match="a tensor after a number"):
+            module._read((X, 5, late), CPU)
 
 
 def test_triton_does_tell_them_apart() -> None:
