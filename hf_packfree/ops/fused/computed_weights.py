@@ -105,11 +105,11 @@ class Weights:
         source, how = self._sources[0], self._computed[0]
         return source.shape[1] if how is None else how.shape[1]
 
-    def beside(self, layer: int, B: Tensor) -> Tensor:
-        """Return [W, B], [F, D + K], of one layer, given B [F, K]."""
+    def beside(self, layer: int, B: Sequence[Tensor]) -> Tensor:
+        """Return [W, B], [F, D + K], of one layer, given B [F, K] in parts side by side."""
         how = self._computed[layer]
-        found = how.copy.beside(B) if how is not None and how.copy is not None else None
-        return cat([self[layer], B], 1) if found is None else found
+        found = how.copy.beside(cat(B, 1)) if how is not None and how.copy is not None else None
+        return cat([self[layer], *B], 1) if found is None else found
 
     def above(self, layers: slice, A: Tensor) -> Tensor:
         """Return the weights of several layers, and A [K, D], one below the other."""

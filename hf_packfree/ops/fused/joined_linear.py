@@ -144,12 +144,12 @@ class JoinedLinear:
         """
         assert self.adapters is not None
         B = self.adapters.factor_B(layer)
-        if B is None:
+        if not B:
             return linear(x, self.weights[layer])
         # h may have more columns, of other layers' adapters
-        columns = B.shape[1]
+        columns = sum([part.shape[1] for part in B])
         if x_and_h is None:
-            added = linear(h[:, :columns], B.to(h.dtype))
+            added = linear(h[:, :columns], cat(B, 1).to(h.dtype))
             return added.to(x.dtype).addmm_(x, self.weights[layer].T)
         return linear(x_and_h[:, : x.shape[1] + columns], self.weights.beside(layer, B))
 

@@ -179,9 +179,9 @@ class JoinedAdapters:
     def _factors_B(self) -> list[Sequence[Tensor]]:
         return [group.products.factors_B(self.Bs[group.adapters]) for group in self.groups]
 
-    def factor_B(self, layer: int) -> Tensor | None:
-        """Return B of the layer's adapters, [F, K], with zeros where the joined h has other layers'
-        columns; None if the layer has no adapter.
+    def factor_B(self, layer: int) -> list[Tensor]:
+        """Return B of the layer's adapters in parts that lie side by side, [F, K] together, with
+        zeros where the joined h has other layers' columns; nothing if the layer has no adapter.
 
         The adapters add h B^T to the layer's output, with the first K columns of the joined h.
         """
@@ -195,7 +195,7 @@ class JoinedAdapters:
                     others = 0
                 else:
                     others += group.products.parts * group.rank
-        return cat(found, 1) if found else None
+        return found
 
     def d_h_and_d_B(
         self, d_outs: Sequence[Tensor], h: Sequence[Tensor], needed: Sequence[bool]

@@ -121,4 +121,4 @@ def gradients_at_once(
     sums = tokens, rank, *_filled(ends, blocks), d_h.stride(0), float(scaling)
     grid = -(-tokens * rank // _BLOCK), len(Bs)
     launch(add_blocks, grid, d_hs, d_h, *sums, PAIRED=split, BLOCK=_BLOCK, num_warps=4)
-    return [*sum_partials(d_Bs, Bs[0].dtype).split(outputs)]
+    return [*torch.split_with_sizes(sum_partials(d_Bs, Bs[0].dtype), outputs)]

@@ -132,7 +132,7 @@ class SplitFp32(Products):
         else:
             wide = wide_product(d_h.T, left(x, mask))
         parts = wide.view(len(As), 3, -1, x.shape[1])
-        return (parts[:, 1] + parts[:, 2]).unbind()
+        return (parts.select(1, 1) + parts.select(1, 2)).unbind()
 
     def d_B(self, d_out: Tensor, h: Tensor, B: Tensor) -> Tensor:
         rank = B.shape[1]
@@ -140,10 +140,8 @@ class SplitFp32(Products):
 
     def factors_B(self, Bs: Sequence[Tensor]) -> Sequence[Tensor]:
         rank = Bs[0].shape[1]
-        found: Sequence[Tensor] = (
-            split_fp32(Bs, rank, paired=True).view(-1, 3 * rank).split([len(B) for B in Bs])
-        )
-        return found
+        joined = split_fp32(Bs, rank, paired=True).view(-1, 3 * rank)
+        return torch.split_with_sizes(joined, [B.shape[0] for B in Bs])
 
     def factor_A(self, As: Sequence[Tensor]) -> Tensor:
         return _split_A(As, paired=True)

@@ -130,7 +130,7 @@ def test_room_for_adapters(weights):
         ):
             A = torch.randn(rows, weight.shape[1]).bfloat16()
             B = torch.randn(len(weight), columns).bfloat16()
-            beside, above = joined.beside(i, B), joined.above(one, A)
+            beside, above = joined.beside(i, [B]), joined.above(one, A)
             assert torch.equal(beside, torch.cat([own, B], 1))
             assert torch.equal(above, torch.cat([own, A], 0))
             memory = read[i].copy.memory.data_ptr()
