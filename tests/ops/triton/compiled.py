@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from hf_packfree.ops import dropout
+from hf_packfree.ops import dropout, launch
 from hf_packfree.ops.attention import attention
 from hf_packfree.ops.conv import qkv_conv
 from hf_packfree.ops.delta_rule.segments import fold
@@ -63,6 +63,8 @@ def compile_all() -> Failures:
     ) -> None:
         found = failures.setdefault(kernel.__name__, [])
         try:
+            # raises where a tensor comes after a number
+            launch._read(arguments, -1)
             triton.compile(*source(kernel, arguments, constants))
         except Exception as error:
             # whatever its passes raise
