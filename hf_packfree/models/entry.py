@@ -270,20 +270,22 @@ def _may_begin_with_padding(mask: Any) -> bool:
 
 
 def _current(mask: Any, tokens: int, seen: int) -> Any:
-    """Return the part of a mask for the new tokens of a call with a cache.
+    """Return the parts of a mask, or of the dict that generation prepares for a static cache, for
+    the new tokens of a call with a cache: a 2-D mask, a 4-D one, or a dict of one of each.
 
-    In the dict that generation prepares for a static cache, only the linear layers' mask is 2-D.
-    Without a 2-D mask, the first columns of the first call's 4-D mask show the padding; the rest
-    are of tokens to come. Later 4-D masks cover the cache, too, and are left to upstream.
+    Of a 4-D mask, the columns of the new tokens: the last ones, unless a static cache has room for
+    more tokens.
     """
-    if isinstance(mask, Mapping):
-        given = [one for one in mask.values() if isinstance(one, Tensor)]
-        mask = min(given, key=lambda one: (one.ndim, -one.shape[-1]), default=None)
-    if not isinstance(mask, Tensor) or mask.shape[-1] == tokens:
-        return mask
-    if mask.ndim == 2:
-        return mask[:, -tokens:]
-    return None if seen else mask[..., :tokens]
+    given = mask.values() if isinstance(mask, Mapping) else [mask]
+    wide = sorted((one for one in given if isinstance(one, Tensor)), key=lambda one: -one.shape[-1])
+    found: dict[str, Tensor] = {}
+    for one in wide:
+        kind = "linear_attention" if one.ndim == 2 else "full_attention"
+        before = one.shape[-1] - tokens
+        first = max(before if one.ndim == 2 else min(seen, before), 0)
+        # sliding windows narrow the others
+        found.setdefault(kind, one[..., first : first + tokens])
+    return found if len(found) == 2 else next(iter(found.values()), mask)
 
 
 def _says_nothing(mask: Any, config: Any) -> bool:

@@ -202,6 +202,46 @@ def test_documents_beside_a_cache_are_refused_in_a_dict_too():
         model(input_ids=IDS, position_ids=positions, attention_mask=masks, **{CACHE: cache})
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "llama", "gpt_oss"])
+def test_prompts_that_fill_a_static_cache_in_chunks_are_upstreams(family):
+    """A chunk may begin inside the padding, which only the columns of its own tokens show."""
+    model = tiny(family).eval()
+    mask = torch.tensor([[1] * 10, [0] * 5 + [1] * 5])
+    arguments = {
+        "input_ids": IDS.repeat(2, 1) * mask,
+        "attention_mask": mask,
+        "max_new_tokens": 3,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "cache_implementation": "static",
+        "disable_compile": True,
+        "prefill_chunk_size": 4,
+        "pad_token_id": 0,
+    }
+    wanted = model.generate(**copy.deepcopy(arguments))
+    found = apply_patches(model).generate(**arguments)
+    assert torch.equal(torch.stack(found.logits), torch.stack(wanted.logits))
+
+
+@pytest.mark.parametrize("with_2d", [False, True])
+@pytest.mark.parametrize("room", [0, 4])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granitemoehybrid"])
+def test_blocks_behind_a_cache_are_refused(family, room, with_2d):
+    """Both documents see what the cache holds, as attention could have it; the linear layers would
+    read from the first one into the second.
+    """
+    model = apply_patches(tiny(family)).eval()
+    cache = model(input_ids=IDS[:, :4], use_cache=True)[CACHE]
+    new = block_mask(torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    mask = torch.nn.functional.pad(torch.nn.functional.pad(new, (4, 0), value=True), (0, room))
+    if with_2d:
+        kind = "conv" if family == "lfm2" else "linear_attention"
+        mask = {"full_attention": mask, kind: torch.ones(1, 10, dtype=torch.long)}
+    with pytest.raises(CacheConflict, match="found a row of 2 documents together with"):
+        model(input_ids=IDS[:, 4:], attention_mask=mask, **{CACHE: cache})
+
+
 # holes
 # -------------------------------------------------------------------------------------------------------------
 ROWS = torch.cat((IDS, IDS + 20))
