@@ -63,6 +63,11 @@ PRIVATE = {
     "_are_functorch_transforms_active": Private(
         "torch 2.13", "torch.func is refused by name", "torch._C"
     ),
+    "_current_level": Private(
+        "torch 2.13",
+        "forward-mode differentiation is refused by name",
+        "torch.autograd.forward_ad",
+    ),
     "_current_graph_task_id": Private(
         "torch 2.13",
         "layers that a backward pass runs again read the rounded weights of their row",

@@ -236,13 +236,14 @@ def read_call(
 
 
 def _check_with_documents(documents: int, cache: Any, seen: int, mask: Any) -> None:
-    """Refuse a transform of torch.func, a cache and a prepared mask in a call with packed or padded
-    rows.
+    """Refuse a transform of torch.func, forward-mode differentiation, a cache and a prepared mask
+    in a call with packed or padded rows.
     """
     if is_transformed():
         raise UnsupportedInput(
-            "found a transform of torch.func (grad, vmap, jvp) around packed or padded rows; "
-            "wanted a backward pass; call loss.backward() or torch.autograd.grad"
+            "found a transform of torch.func (grad, vmap, jvp), or forward-mode differentiation, "
+            "around packed or padded rows; wanted a backward pass; call loss.backward() or "
+            "torch.autograd.grad"
         )
     if cache is not None:
         raise CacheConflict(

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -34,7 +35,10 @@ def uncompiled_when_called(function: _Function) -> _Function:
     return cast(_Function, call)
 
 
-is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func (grad, vmap) is active: tensors may then wrap others and
-hold no values.
-"""
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (grad, vmap) is active, in which tensors may wrap others
+    and hold no values, or a level of forward-mode differentiation, whose tangents our backward
+    passes know nothing of.
+    """
+    in_func: bool = torch._C._are_functorch_transforms_active()
+    return in_func or forward_ad._current_level >= 0

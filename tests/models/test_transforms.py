@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
 from hf_packfree import apply_patches
@@ -59,7 +60,7 @@ def test_rows_of_one_document_are_upstreams(mask):
 
 # torch 2.15 warns of what it calls itself when jvp is first used
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
-@pytest.mark.parametrize("case", ["grad", "vmap", "jvp"])
+@pytest.mark.parametrize("case", ["grad", "vmap", "jvp", "forward mode"])
 @pytest.mark.parametrize("given", [packed_row, lambda: rows(1)], ids=["packed", "padded"])
 def test_packed_and_padded_rows_are_refused(given, case):
     model, given = apply_patches(tiny(attention="eager")), given()
@@ -68,10 +69,15 @@ def test_packed_and_padded_rows_are_refused(given, case):
     def loss(embeds):
         return model(inputs_embeds=embeds, **given).loss
 
+    def forward_mode():
+        with forward_ad.dual_level():
+            loss(forward_ad.make_dual(embeds, embeds))
+
     calls = {
         "grad": lambda: grad(loss)(embeds),
         "vmap": lambda: vmap(loss)(torch.stack((embeds, embeds))),
         "jvp": lambda: jvp(loss, (embeds,), (embeds,)),
+        "forward mode": forward_mode,
     }
     with pytest.raises(UnsupportedInput, match="found a transform of torch.func"):
         calls[case]()
