@@ -68,6 +68,7 @@ PRIVATE = {
         "forward-mode differentiation is refused by name",
         "torch.autograd.forward_ad",
     ),
+    "_get_tracing_state": Private("torch 2.13", "torch.jit.trace is refused by name", "torch._C"),
     "_current_graph_task_id": Private(
         "torch 2.13",
         "layers that a backward pass runs again read the rounded weights of their row",

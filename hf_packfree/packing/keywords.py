@@ -137,10 +137,11 @@ def _no_tensor(name: str, given: Any) -> BoundaryError:
 def _check_values(name: str, given: Any) -> None:
     if not isinstance(given, Tensor):
         return
-    if torch.compiler.is_exporting():
+    traced = torch._C._get_tracing_state() is not None
+    if traced or torch.compiler.is_exporting():
         raise UnsupportedInput(
-            f"found torch.export of a patched model with {name}, whose values decide what runs; "
-            "wanted tokens alone; call remove_patches(model) before the export"
+            f"found torch.export or torch.jit.trace of a patched model with {name}, whose values "
+            "decide what runs; wanted tokens alone; call remove_patches(model) before the export"
         )
     if given.is_meta:
         raise BoundaryError(

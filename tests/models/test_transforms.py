@@ -1,5 +1,5 @@
-"""What differentiates in other ways than a backward pass, and torch.export: rows of one document
-are upstream's, packed and padded ones are refused by name.
+"""What differentiates in other ways than a backward pass, torch.export and torch.jit.trace: rows of
+one document are upstream's, packed and padded ones are refused by name.
 """
 
 from __future__ import annotations
@@ -124,8 +124,23 @@ def test_tokens_alone_are_exported_as_upstreams():
 def test_what_may_hold_boundaries_is_not_exported(more):
     """The documents of one example would be in the graph."""
     with pytest.raises(
-        UnsupportedInput, match=f"found torch.export of a patched model with {next(iter(more))}"
+        UnsupportedInput, match=f"torch.export or .* of a patched model with {next(iter(more))}"
     ):
         torch.export.export(
             Exported(apply_patches(tiny()), **more), (torch.arange(2, 12)[None],), strict=False
         )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("lengths", [(10,), (4, 6)], ids=str)
+def test_what_may_hold_boundaries_is_not_traced(lengths):
+    """A graph traced from one document would read from one into the next."""
+    ids, positions = torch.arange(2, 12)[None], torch.cat([torch.arange(n) for n in lengths])[None]
+    model = Exported(apply_patches(tiny()), position_ids=positions)
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            UnsupportedInput, match="torch.jit.trace of a patched model with position_ids"
+        ),
+    ):
+        torch.jit.trace(model, (ids,), check_trace=False)
