@@ -230,6 +230,17 @@ def test_gradients_that_are_not_expected_are_right_all_the_same():
             assert all(relative_rms(a, b) <= 1e-5 for a, b in zip(one, other))
 
 
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+def test_statistics_can_be_masked_in_place(kept):
+    mask, grads = weights()[0], []
+    for change in (torch.Tensor.mul, torch.Tensor.mul_):
+        x, weight, bias = leaves()
+        log_p, entropy, *_ = ours(x, weight, bias, wanted=targets(kept))
+        loss = (change(log_p, mask) + change(entropy, mask)).sum()
+        grads.append(torch.autograd.grad(loss, [x, weight, bias]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
 def test_without_gradients_there_is_one_product():
     x, weight, bias = leaves()
     with torch.no_grad(), Products() as seen:

@@ -246,9 +246,7 @@ class _LogProbs(Function):
         if any(needed):
             ctx.save_for_backward(x, weight, bias, sums.d_x, sums.d_weight, sums.d_bias)
             ctx.call, ctx.now, ctx.scale = call, now, scale
-            # detached: an output that is kept with its graph would keep itself alive
-            entropy = None if found.entropy is None else found.entropy.detach()
-            ctx.tokens = chosen, targets, inverse, found.log_z, entropy
+            ctx.tokens = chosen, targets, inverse, found.log_z, found.entropy
         outputs = list(vars(found).values())[1:]
         placed = [_placed(one, chosen, targets, len(x)) for one in outputs]
         ctx.mark_non_differentiable(*(one for one in placed[2:] if one is not None))
@@ -335,9 +333,11 @@ def _scale(dtype: torch.dtype, inverse: Tensor, *gradients: Tensor | None) -> An
 def _placed(
     values: Tensor | None, chosen: Tensor | None, targets: Tensor, tokens: int
 ) -> Tensor | None:
-    """Return the values [N] of the tokens with targets as [T], with zeros for other tokens."""
+    """Return the values [N] of the tokens with targets as [T], with zeros for other tokens; a new
+    tensor: outputs may be changed in place, and kept with their graph they would keep themselves.
+    """
     if values is None or chosen is None:
-        return None if values is None else values.masked_fill_(targets < 0, 0)
+        return None if values is None else values.masked_fill(targets < 0, 0)
     return values.new_zeros(tokens).index_copy_(0, chosen, values)
 
 
