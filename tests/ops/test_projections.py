@@ -52,6 +52,17 @@ def test_under_autocast_a_weight_is_what_it_was_set_to(trained):
     assert layer.weight.dtype == torch.float32 and torch.equal(layer.weight, other)
 
 
+@pytest.mark.parametrize("shape", [(1, 0, 8), (0, 8), (2, 0, 8)], ids=str)
+@pytest.mark.parametrize("backend", ["triton", "triton, batch-invariant"])
+def test_no_tokens(backend, shape):
+    x = torch.ones(shape, requires_grad=True)
+    weights = [torch.ones(size, 8, requires_grad=True) for size in (200, 3)]
+    outs = projections(x, *weights, backend=backend)
+    sum(out.sum() for out in outs).backward()
+    assert [out.shape for out in outs] == [(*shape[:-1], size) for size in (200, 3)]
+    assert x.grad.shape == shape and not any(weight.grad.any() for weight in weights)
+
+
 def test_outputs_nobody_reads_and_frozen_layers():
     torch.manual_seed(0)
     x = torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)

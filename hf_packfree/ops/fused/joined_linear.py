@@ -21,6 +21,7 @@ from hf_packfree.ops.fused.add_norm import take_padded
 from hf_packfree.ops.fused.computed_weights import ComputedWeight, Weights
 from hf_packfree.ops.fused.linear import (
     NARROW,
+    as_leading,
     autocast_as_in_forward,
     linear_forward,
     narrow_linear,
@@ -136,7 +137,7 @@ class JoinedLinear:
         outs = [self._with_adapters(rows, h, x_and_h, i) for i in range(len(self.spec.computed))]
         # `.data`: autograd must not take the outputs for views, because hooks may change them in
         # place
-        return [out.view(*x.shape[:-1], -1).data for out in outs]
+        return [as_leading(out, x).data for out in outs]
 
     def _with_adapters(self, x: Tensor, h: Tensor, x_and_h: Tensor | None, layer: int) -> Tensor:
         """Return one layer's output [x, h] [W, B]^T: one product, so that base and adapters are

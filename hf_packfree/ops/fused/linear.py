@@ -88,6 +88,13 @@ def rows_of(x: Tensor) -> Tensor:
     return x.view(x.shape[1:]) if x.ndim == 3 and x.shape[0] == 1 else x.flatten(0, -2)
 
 
+def as_leading(rows: Tensor, x: Tensor) -> Tensor:
+    """Return rows [T, F] as [..., F], as x [..., D] was before `rows_of`; of no tokens, too, where
+    torch cannot infer a size.
+    """
+    return rows.view(*x.shape[:-1], rows.shape[-1])
+
+
 def linear_forward(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
     """Return x weight^T, [..., D] to [..., F]; `batch_invariant`: in half precision on CUDA, fewer
     than `_MIN_ROWS` rows are padded to that many.
@@ -107,7 +114,7 @@ def pad_rows(x: Tensor, weight: Tensor) -> Tensor:
     flat = rows_of(x)
     rows = linear(pad(flat, (0, 0, 0, _MIN_ROWS - flat.shape[0])), weight)[: flat.shape[0]]
     # `.data`: autograd must not take the output for a view, because hooks may change it in place
-    return rows.view(*x.shape[:-1], -1).data
+    return as_leading(rows, x).data
 
 
 def autocast_as_in_forward(x: Tensor) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from hf_packfree.ops.fused.joined_linear import (
     JoinedSpec,
     flatten_inputs,
 )
-from hf_packfree.ops.fused.linear import autocast_as_in_forward, rows_of
+from hf_packfree.ops.fused.linear import as_leading, autocast_as_in_forward, rows_of
 from hf_packfree.ops.fused.lora import Layer, cast_input, layer_reference
 
 
@@ -70,7 +70,7 @@ class _Projections(Function):
         with autocast_as_in_forward(d_outs[0]):
             layers = JoinedLinear(spec, saved[: spec.num_tensors], saved[spec.num_tensors :])
             backward = JoinedBackward(layers, d_outs, needed)
-            d_x = backward.d_x().view(*d_outs[0].shape[:-1], -1) if needs_x else None
+            d_x = as_leading(backward.d_x(), d_outs[0]) if needs_x else None
             x = input_again(x, weight, ctx.formula, ctx.dtype)
             return None, None, d_x, *backward.d_tensors(x)
 

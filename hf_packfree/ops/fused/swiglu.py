@@ -22,7 +22,7 @@ from hf_packfree.ops.fused.joined_linear import (
     JoinedSpec,
     flatten_inputs,
 )
-from hf_packfree.ops.fused.linear import autocast_as_in_forward, rows_of
+from hf_packfree.ops.fused.linear import as_leading, autocast_as_in_forward, rows_of
 from hf_packfree.ops.fused.lora import Layer, cast_input, layer_reference
 from hf_packfree.ops.fused.projections import input_again, kept_input
 from hf_packfree.ops.launch import launch
@@ -113,7 +113,7 @@ class _SwiGLU(Function):
             # overwrites the gradient of the gated product with the product
             _run(swiglu_backward, a, b, gated, d_inputs)
             backward = JoinedBackward(inputs, d_inputs.chunk(2, -1), needed[:first], d_inputs)
-            d_x = backward.d_x().view(*a.shape[:-1], -1) if needs_d_x else None
+            d_x = as_leading(backward.d_x(), a) if needs_d_x else None
             d_tensors = backward.d_tensors(input_again(source, weight, ctx.formula, a.dtype))
             d_residual = None if ctx.dtype is None else d_y.to(ctx.dtype)
             return (

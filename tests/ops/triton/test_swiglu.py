@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_packfree.ops.fused import swiglu_mlp
+from hf_packfree.ops.fused.lora import Adapter, LoraLinear
 from tests.ops.triton.compare import TOKENS, assert_matches, random
 
 KERNELS = {"swiglu", "swiglu_backward"}
@@ -18,6 +19,23 @@ def test_values_and_gradients(tokens, launched):
         swiglu_mlp, random((1, tokens, SIZE), (WIDTH, SIZE), (WIDTH, SIZE), (SIZE, WIDTH))
     )
     assert launched == KERNELS
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["", "LoRA"])
+@pytest.mark.parametrize("shape", [(1, 0, SIZE), (0, SIZE)], ids=str)
+def test_no_tokens(shape, adapted):
+    x = torch.ones(shape, requires_grad=True)
+    shapes = (WIDTH, SIZE), (WIDTH, SIZE), (SIZE, WIDTH)
+    layers = leaves = [torch.ones(one, requires_grad=True) for one in shapes]
+    if adapted:
+        leaves = [torch.ones(s, requires_grad=True) for F, D in shapes for s in ((2, D), (F, 2))]
+        pairs = zip(leaves[::2], leaves[1::2], strict=True)
+        adapters = [(Adapter(A, B, 1.0),) for A, B in pairs]
+        layers = [LoraLinear(w.detach(), one) for w, one in zip(layers, adapters, strict=True)]
+    out = swiglu_mlp(x, *layers, backend="triton")
+    out.sum().backward()
+    assert out.shape == x.grad.shape == shape
+    assert not any(leaf.grad.any() for leaf in leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
