@@ -195,8 +195,8 @@ def read_call(
 
     Raises:
         BoundaryError, BoundaryConflict, UnsupportedInput: see `resolve_boundaries`.
-        UnsupportedInput: the call is under a transform of torch.func, or PEFT was given a task or
-            an adapter for each of several rows.
+        UnsupportedInput: the call is under a transform of torch.func, or PEFT has something for
+            each row or token of the batch.
         CacheConflict: several documents together with a cache.
         UnsupportedModel: the model has adapters of PEFT that work on whole rows, see
             `row_adapters`.
@@ -230,7 +230,7 @@ def read_call(
         )
     if packed is None:
         return None
-    refuse_readers_of_the_row(call.module, rows)
+    refuse_readers_of_the_row(call.module, packed)
     _check_with_documents(packed.num_segments, cache, seen, inputs.attention_mask)
     return packed
 

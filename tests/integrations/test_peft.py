@@ -350,7 +350,7 @@ def test_tasks_of_rows_need_rows():
     mask[1, 6:] = 0
     batch = {"input_ids": documents((18,))[0].view(2, 9), "attention_mask": mask}
     batch |= {"task_ids": torch.tensor([0, 1]), "use_cache": False}
-    with pytest.raises(UnsupportedInput, match="found PEFT's task_ids, one for each of 2 rows"):
+    with pytest.raises(UnsupportedInput, match=r"found PEFT's task_ids for a batch \(2, 9\)"):
         adapted(apply_patches(tiny()))(**batch)
     found = adapted(apply_patches(tiny(), padded="upstream"))(**batch).logits
     wanted = adapted(tiny())(**batch).logits
@@ -374,7 +374,7 @@ def test_adapters_of_rows_need_rows(batch):
     else:
         inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
     inputs["adapter_names"] = ["other", "__base__"]
-    with pytest.raises(UnsupportedInput, match="found PEFT's adapter_names, one for each of 2"):
+    with pytest.raises(UnsupportedInput, match=r"found PEFT's adapter_names for a batch \(2, 9\)"):
         adapted(apply_patches(tiny()))(**inputs)
     if batch == "padded":
         found = adapted(apply_patches(tiny(), padded="upstream"))(**inputs).logits
@@ -402,8 +402,50 @@ def test_scalings_of_rows_need_rows(tmp_path):
     mask = torch.ones(2, 9)
     mask[1, 6:] = 0
     batch = {"input_ids": documents((18,))[0].view(2, 9), "attention_mask": mask}
-    with pytest.raises(UnsupportedInput, match="found PEFT's X-LoRA, whose scalings are one for"):
-        model(**batch)
+    last = {name: each[1:] for name, each in batch.items()}
+    for each in (batch, last):
+        with pytest.raises(UnsupportedInput, match="found PEFT's X-LoRA with scalings for a batch"):
+            model(**each)
+    upstream = adapted(apply_patches(tiny(), padded="upstream"))
+    for each in (batch, last):
+        assert torch.equal(upstream(**each).logits, adapted(tiny())(**each).logits)
+
+
+def test_eva_chooses_tokens_of_rows():
+    """EVA's hooks choose tokens of layers' inputs by the mask of the caller's shape."""
+    peft = pytest.importorskip("peft")
+
+    def started(model, batch, **options):
+        eva = {"init_lora_weights": "eva", "eva_config": peft.EvaConfig(rho=1.0)}
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], **eva)
+        model = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+        peft.initialize_lora_eva_weights(model, [batch] * 2, show_progress_bar=False, **options)
+        return [each for name, each in model.named_parameters() if "lora_A" in name]
+
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    batch = {"input_ids": documents((18,))[0].view(2, 9), "attention_mask": mask}
+    batch["use_cache"] = False
+    for each in (batch, {name: one if one is False else one[1:] for name, one in batch.items()}):
+        with pytest.raises(UnsupportedInput, match="found PEFT's EVA with a choice of tokens"):
+            started(apply_patches(tiny()), each)
+    wanted = started(tiny(), batch)
+    found = started(apply_patches(tiny(), padded="upstream"), batch)
+    assert wanted and all(torch.equal(*pair) for pair in zip(found, wanted))
+    # every token that a layer gets is real here
+    started(apply_patches(tiny()), batch, prepare_layer_inputs_fn=None)
+
+
+def refuses_hidden_states(model, why):
+    """The text model inside refuses a packed row, and runs one document."""
+    text_model = model.base_model.model.model
+    row, alone = (
+        {"input_ids": each["input_ids"], "position_ids": each["position_ids"]}
+        for each in (packed(labelled()[:2]), packed(labelled()[1:2]))
+    )
+    with pytest.raises(UnsupportedModel, match=why):
+        text_model(**row)
+    text_model(**alone)
 
 
 class TestRouters:
@@ -439,6 +481,11 @@ class TestRouters:
             inputs = {"input_ids": inputs["input_ids"].repeat(2, 1), "attention_mask": mask}
         with pytest.raises(UnsupportedModel, match="found PEFT's Lily, whose routers"):
             (model if around else model.get_base_model())(**inputs)
+
+    def test_the_text_model_alone_is_refused(self):
+        """As losses call it for hidden states: without PEFT's forward, below what has a config."""
+        model = self.adapted(apply_patches(tiny()))
+        refuses_hidden_states(model, "found PEFT's Lily, whose routers")
 
     def test_what_would_be_lost(self):
         """The reason: a token of one row changes the other row, without any packing."""
@@ -520,6 +567,11 @@ class TestAveragedGradients:
             inputs = {"input_ids": inputs["input_ids"].repeat(2, 1), "attention_mask": mask}
         with pytest.raises(UnsupportedModel, match="found PEFT's VeLoRA with"):
             model(**inputs)
+
+    @pytest.mark.parametrize("init_type", ["batch_average", "batch_average_once"])
+    def test_the_text_model_alone_is_refused(self, init_type):
+        model = self.adapted(apply_patches(tiny()), init_type)
+        refuses_hidden_states(model, "found PEFT's VeLoRA with")
 
     def test_random_projections_read_no_other_tokens(self, same_gradients):
         found = in_rows(apply_patches(self.adapted(tiny(), "random")))
