@@ -16,6 +16,7 @@ from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_packfree import apply_patches, patch_report, remove_patches
+from hf_packfree.errors import UnsupportedInput
 from hf_packfree.models.heads import heads_of
 from tests.input_formats import ROW_FORMATS, row_batch, rows_batch
 from tests.models.padded import IGNORED, Seen, padded_batch, real_tokens
@@ -308,6 +309,60 @@ def test_a_token_classifiers_labels_may_be_flat(on_padding):
     assert torch.allclose(model(**given, labels=labels.flatten()).loss, wanted, rtol=LOSS_TOL)
     with pytest.raises(ValueError, match="match target batch_size"):
         model(**given, labels=labels[:, 1:].contiguous())
+
+
+class TestPackedClassifiers:
+    """What is no loss of documents is refused in packed rows; the rest is that of each alone."""
+
+    @pytest.mark.parametrize("labels", [1, 3])
+    def test_labels_of_documents_are_refused_where_rows_answer(self, labels):
+        """torch broadcasts them in a regression, and raises its own error elsewhere."""
+        model = classifier("Qwen3NextForSequenceClassification")
+        model.config.num_labels = model.num_labels = labels
+        model.score = torch.nn.Linear(64, labels, bias=False)
+        apply_patches(model)
+        inputs = row_batch("positions", LENGTHS).inputs
+        given = torch.ones(len(LENGTHS), dtype=torch.long if labels > 1 else torch.float)
+        with pytest.raises(UnsupportedInput, match=r"found labels \(4,\) for 1 packed row"):
+            model(**inputs, labels=given)
+        assert model(**inputs, labels=given[:1]).loss.isfinite()
+
+    @pytest.mark.parametrize("pad", [None, 0])
+    def test_an_answer_read_from_padding_is_refused(self, pad):
+        model = apply_patches(classifier("Qwen3NextForSequenceClassification"))
+        ids, numbers = torch.full((1, 9), 7), torch.tensor([[1, 1, 1, 2, 2, 2, 2, 0, 0]])
+        model.config.pad_token_id = pad
+        inputs = {"attention_mask": numbers, "use_cache": False}
+        with pytest.raises(UnsupportedInput, match="found padding where a Qwen3NextForSeq"):
+            model(input_ids=ids, **inputs)
+        if pad is not None:
+            found = model(input_ids=ids.masked_fill(numbers == 0, pad), **inputs).logits
+            wanted = model(input_ids=ids[:, 3:7], use_cache=False).logits
+            assert relative_rms(found, wanted) <= LOGIT_TOL
+
+    def test_spans_of_several_documents_are_refused(self):
+        """The softmax is over the row: another document's tokens would be in this one's loss."""
+        model = apply_patches(classifier("Qwen3NextForQuestionAnswering"))
+        inputs = row_batch("positions", LENGTHS).inputs
+        with pytest.raises(UnsupportedInput, match="found start_positions and end_positions with"):
+            model(**inputs, start_positions=torch.tensor([1]), end_positions=torch.tensor([3]))
+        assert model(**inputs).start_logits.shape == inputs["input_ids"].shape
+
+    def test_tokens_are_classified_as_in_documents_alone(self):
+        model, batch = (
+            classifier("Qwen3NextForTokenClassification"),
+            row_batch("positions", LENGTHS),
+        )
+        labels = [document % 3 for document in batch.documents]
+        for document, given in zip(batch.documents, labels):
+            loss = model(input_ids=document[None], labels=given[None], use_cache=False).loss
+            (loss * len(document) / sum(LENGTHS)).backward()
+        wanted = gradients(model)
+        inputs = batch.inputs | {"labels": torch.cat(labels)[None]}
+        control = step(model, inputs)[1]
+        found = step(apply_patches(model), inputs)[1]
+        assert worst_gradient(found, wanted) <= GRADIENT_TOL
+        assert worst_gradient(control, wanted) > 10 * GRADIENT_TOL
 
 
 @pytest.mark.parametrize("kind", ["seq_idx", "attention_mask"])
