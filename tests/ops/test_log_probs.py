@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,21 @@ def test_equals_the_whole_logits(kept, bias, temperature):
 
 def gradients(of, values, given):
     return torch.autograd.grad(values, of, given)
+
+
+@pytest.mark.parametrize("expected", [Expected(), Expected(uniform=True), Expected(entropy=True)])
+@pytest.mark.parametrize("kept", [0.98, 0.5])
+def test_temperatures_of_tokens_without_targets_count_nothing(kept, expected):
+    """As padding of temperatures fills them, with zeros."""
+    wanted, inputs = targets(kept), leaves()
+    has = wanted != IGNORED
+    assert not has.all()
+    runs = []
+    for temperature in (PER_TOKEN * has, PER_TOKEN):
+        values = ours(*inputs, wanted=wanted, temperature=temperature, expected=replace(expected))
+        runs.append((*values, *gradients(inputs, values[:2], weights())))
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

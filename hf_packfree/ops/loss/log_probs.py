@@ -177,7 +177,8 @@ def linear_log_probs(
     if not isinstance(found, Targets):
         found = Targets.of(found, ignore_index)
     expected = expected or Expected(entropy=wanted.entropy)
-    call = _Call(found, _inverse(temperature, x), wanted, expected, dtype or x.dtype, kernels)
+    inverse = _inverse(temperature, x, found.flat)
+    call = _Call(found, inverse, wanted, expected, dtype or x.dtype, kernels)
     values: Any = _LogProbs.apply(x.flatten(0, -2), weight, bias, call)
     values = [None if one is None else one.view(shape) for one in values]
     log_probs, entropy, top1, squares, means = values
@@ -186,8 +187,9 @@ def linear_log_probs(
     return TokenLogProbs(log_probs, entropy, top1, is_top1, squares, means)
 
 
-def _inverse(temperature: float | Tensor, x: Tensor) -> Tensor:
-    """Return 1 / temperature of every token, [T]. Numbers use `torch.full`, since copying a tensor
+def _inverse(temperature: float | Tensor, x: Tensor, targets: Tensor) -> Tensor:
+    """Return 1 / temperature of every token, [T], and 1 without a target, so that a temperature of
+    padding may be 0. Numbers use `torch.full`, since copying a tensor
     made of a number to the GPU makes the host wait.
     """
     tokens, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
@@ -195,7 +197,7 @@ def _inverse(temperature: float | Tensor, x: Tensor) -> Tensor:
         return torch.full((tokens.numel(),), 1.0 / temperature, dtype=wide, device=x.device)
     inverse = temperature.detach().to(x.device, wide).reciprocal()
     # in memory of its own: of one number, `reshape` makes a view, and kernels read T of them
-    return inverse.expand(tokens).contiguous().view(-1)
+    return inverse.expand(tokens).contiguous().view(-1).masked_fill_(targets < 0, 1.0)
 
 
 @dataclass(frozen=True, eq=False)
