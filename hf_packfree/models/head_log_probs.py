@@ -27,7 +27,7 @@ from hf_packfree.ops.backend import Target, needs_triton
 from hf_packfree.ops.loss import Expected, Targets, TokenLogProbs, Wanted, linear_log_probs
 from hf_packfree.ops.loss.chunked_loss import rows_of_a_chunk
 from hf_packfree.ops.loss.logits import LazyLogits
-from hf_packfree.ops.loss.misread import refuse_misread
+from hf_packfree.ops.loss.misread import refuse_misread, refuse_values
 from hf_packfree.ops.loss.statistics import measured
 
 
@@ -86,7 +86,9 @@ def token_log_probs(
         UnsupportedInput: the model's logits are not its last layer's output for the last hidden
             states; a model's output has no lazy logits, or they were read; hidden states come
             without a head; a last layer that FSDP2 shards has hooks, or is compiled; targets or a
-            temperature of another shape; a temperature that is not above 0.
+            temperature of another shape; targets that are no integers; a temperature that is not
+            above 0; on a CPU, also such a temperature in a tensor, and a target outside the
+            vocabulary (on a GPU they give NaN, a temperature below 0 a number).
         ValueError: `entropy` has an unknown value.
 
     Examples:
@@ -114,6 +116,7 @@ def token_log_probs(
         )
     refuse_misread(hidden.shape[:-1], targets, temperature, entropy)
     layer = head.get_output_embeddings() if hasattr(head, "get_output_embeddings") else head
+    refuse_values(targets, temperature, size_of_linear(layer)[0], ignore_index)
     counted = Targets.of(targets.to(hidden.device), ignore_index)
     wanted, scale = Wanted(entropy=bool(entropy), top1=top1), scale_of_logits(head)
     expected = Expected(entropy=entropy is True)

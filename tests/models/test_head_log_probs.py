@@ -347,6 +347,16 @@ MISREAD = {
         r"a temperature of shape \[3, 2\]",
     ),
     "cold": ({"temperature": 0.0}, "found a temperature of 0.0; wanted one above 0"),
+    "a cold row": (
+        {"temperature": torch.tensor([[1.0], [-0.5], [1.0]])},
+        "found a temperature of -0.5; wanted one above 0",
+    ),
+    "a mask": ({"targets": SQUARE == 0}, "found targets of torch.bool; wanted ids"),
+    "no word": (
+        {"targets": SQUARE.index_fill(1, torch.tensor(1), 128)},
+        "found targets from 0 to 128 for a vocabulary of 128; wanted ids of its tokens",
+    ),
+    "another ignore_index": ({"targets": SQUARE - 1}, "found targets from -1 to -1"),
     "misspelt": ({"entropy": "detach"}, "found entropy='detach'; wanted True, False or 'detached'"),
 }
 

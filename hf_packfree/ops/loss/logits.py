@@ -34,7 +34,7 @@ from hf_packfree.ops.loss.elementwise import (
     step_of,
 )
 from hf_packfree.ops.loss.log_probs import Expected, TokenLogProbs, linear_log_probs
-from hf_packfree.ops.loss.misread import refuse_misread
+from hf_packfree.ops.loss.misread import refuse_misread, refuse_values
 from hf_packfree.ops.loss.scaled import Scaled
 from hf_packfree.ops.loss.statistics import Wanted
 from hf_packfree.packing import PackedSequence, repad, unpad
@@ -82,7 +82,7 @@ class LazyLogits(LazyTensor):
 
         Raises:
             UnsupportedInput: the logits were read or changed before, or the head's weight or the
-                hidden states were changed since; or see `refuse_misread`.
+                hidden states were changed since; or see `refuse_misread` and `refuse_values`.
         """
         refuse_misread(self.shape[:-1], targets, temperature, entropy)
         product, packed = _origin(self.source)
@@ -92,6 +92,7 @@ class LazyLogits(LazyTensor):
             targets = unpad(targets, packed)
             if isinstance(temperature, Tensor):
                 temperature = unpad(temperature.to(x.device).expand(self.shape[:-1]), packed)
+        refuse_values(targets, temperature, len(weight), ignore_index)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):
             found = linear_log_probs(
                 x,
