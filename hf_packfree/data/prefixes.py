@@ -84,6 +84,9 @@ class PrefixRow:
     def of_samples(self, values: Tensor) -> list[Tensor]:
         """Return every sample's part [n, ...] of a row [1, T, ...]: of logits, hidden states or
         log-probabilities.
+
+        A shared token has its value in the part of every sample that holds it, also where another
+        sample alone labels it: weigh a part by its own sample's labels before it is summed.
         """
         return list(
             gather(values, torch.cat(self.index).to(values.device))[0].split(

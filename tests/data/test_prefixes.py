@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_packfree import apply_patches
 from hf_packfree.data import pack_prefixes
 from hf_packfree.errors import BoundaryError
-from tests.support import documents, errors, gradients, relative_rms, tiny
+from tests.support import documents, errors, gradients, relative_rms, tiny, worst_gradient
 
 SAMPLES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=9)
 
@@ -140,6 +140,31 @@ def test_labels_and_advantages_make_the_loss_of_the_samples_alone():
         ([found.detach()[None]], gradients(model)), ([wanted.detach()[None]], gradients(stock))
     )
     assert values <= 1e-5 and worst <= 1e-4
+
+
+def test_parts_of_samples_by_their_own_masks_make_the_loss_of_the_samples_alone():
+    """A loss that is no weighted sum, of samples that share tokens which one of them trains."""
+    samples, model, stock = turns(), apply_patches(tiny()), tiny()
+    starts = (40, 45, 40, 40, 1)
+    masks = [torch.arange(len(one)) >= start for one, start in zip(samples, starts, strict=True)]
+    row = pack_prefixes(
+        samples, labels=[one.where(mask, -100) for one, mask in zip(samples, masks, strict=True)]
+    )
+    parts = row.of_samples(row.log_probs(model.base_model(**row.inputs)[0], model).log_probs)
+    assert parts[1][40:45].all(), "another sample's labels have their values here, too"
+
+    def train(found, masks):
+        sum((one.square() * mask).sum() for one, mask in zip(found, masks, strict=True)).backward(
+            retain_graph=True
+        )
+
+    train(parts, masks)
+    train(alone(stock, samples), [mask[1:] for mask in masks])
+    wanted = gradients(stock)
+    assert worst_gradient(gradients(model), wanted) <= 1e-4
+    model.zero_grad()
+    train(parts, [torch.ones_like(mask) for mask in masks])
+    assert worst_gradient(gradients(model), wanted) >= 1e-2, "the control trains no more"
 
 
 def test_labels_of_one_sample_are_not_another_s():
