@@ -17,10 +17,9 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.batch import Batch
 
-_CUT = (
-    "if they came from a stream, accelerate cut them to the batch's rows: pass "
-    "accelerator_config={'dispatch_batches': False} to TrainingArguments"
-)
+UNCUT = "pass accelerator_config={'dispatch_batches': False} to TrainingArguments"
+"""How accelerate leaves batches whole."""
+_CUT = f"if they came from a stream, accelerate cut them to the batch's rows: {UNCUT}"
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

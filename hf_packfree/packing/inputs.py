@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryConflict, BoundaryError
 from hf_packfree.packing.batch import Batch
 from hf_packfree.packing.boundaries import (
+    UNCUT,
     BoundarySpec,
     RealTokens,
     join_trailing_padding,
@@ -70,6 +71,7 @@ def resolve_boundaries(
     shape, device = batch.shape, batch.device
     if inputs.tree or not inputs.given:
         return _tree(inputs, shape, device) if inputs.tree else None
+    _refuse_no_rows(shape)
     offsets = _offsets_of_one_row(inputs, shape, device, meanwhile)
     if offsets is not None:
         lengths = offsets.diff()
@@ -113,6 +115,14 @@ def resolve_boundaries(
         padding_segments=(starts.cumsum(0) - 1)[padding].tolist(),
         plain=plain,
     )
+
+
+def _refuse_no_rows(shape: tuple[int, int]) -> None:
+    if not shape[0]:
+        raise BoundaryError(
+            "found a batch of no rows; wanted one or more; if accelerate cut it from one row of "
+            f"several documents, as dispatch_batches with split_batches does, {UNCUT}"
+        )
 
 
 def _tree(inputs: PackingInputs, shape: tuple[int, int], device: torch.device) -> PackedSequence:

@@ -440,3 +440,10 @@ def test_a_mask_that_is_no_tensor_is_upstreams():
 def test_a_dict_without_a_mask_for_attention_makes_a_record():
     """Upstream's eager attention would look ahead."""
     assert resolve((2, 3), attention_mask={"full_attention": None}).lengths == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["position_ids", "seq_idx", "attention_mask"])
+def test_a_batch_of_no_rows_is_refused(name):
+    """As which accelerate cuts a row of several documents for two processes, with split_batches."""
+    with pytest.raises(BoundaryError, match="no rows.*accelerator_config={'dispatch_batches': Fal"):
+        resolve((0, 3), **{name: torch.zeros(0, 3, dtype=torch.long)})
