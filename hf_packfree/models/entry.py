@@ -146,8 +146,9 @@ def _runs_here(call: Call, *, packs: bool) -> bool:
     that only upstream's layers have.
 
     Only upstream has a cache, attention weights, bidirectional attention, rotary embeddings by the
-    longest position of the batch, media with text positions, media without ids or positions, and
-    features of `generate()`, which come without the sizes of their items.
+    longest position of the batch (except up to a limit, which rows that ranks share have to keep),
+    media with text positions, media without ids or positions, and features of `generate()`, which
+    come without the sizes of their items.
     Upstream builds a cache by default outside training. No loss needs a cache, and where rows of
     one document run in the patched layers only `use_cache=True` builds one.
 
@@ -170,7 +171,9 @@ def _runs_here(call: Call, *, packs: bool) -> bool:
     if wants_weights is None:
         wants_weights = getattr(config, "output_attentions", False)
     is_causal = call.get("is_causal", getattr(config, "is_causal", True))
-    return not wants_weights and is_causal is not False and has_fixed_frequencies(config)
+    # ranks can share rows in the patched layers alone
+    rotates = has_fixed_frequencies(config) or state_of(call.module).context_parallel is not None
+    return not wants_weights and is_causal is not False and rotates
 
 
 @uncompiled

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_packfree.errors import UnsupportedInput, UnsupportedModel
 from hf_packfree.packing import PackedSequence, uncompiled
+from hf_packfree.parallel.collectives import largest_of_ranks
 
 FIXED = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Types whose rotation of a token depends only on that token's position; a test compares the table
@@ -85,23 +86,31 @@ def check_rope_type(config: Any) -> None:
 
 @uncompiled
 def check_longest_position(config: Any, packed: PackedSequence, position_ids: Tensor) -> None:
-    """Refuse a row whose longest document would change the frequencies of the others.
+    """Refuse a row whose longest document would change the frequencies of the others, and one that
+    ranks share whose longest document would have other frequencies on some ranks.
 
     Args:
         config: the text model's.
         packed: the record of the row.
-        position_ids: integers of any shape, all positions that the rotary embedding gets; read on
-            the host.
+        position_ids: integers of any shape, all positions that the rotary embedding gets on this
+            rank; read on the host.
 
     Raises:
         UnsupportedInput: the longest position is past the limit.
         UnsupportedModel: see `check_rope_type`.
     """
     check_rope_type(config)
-    if packed.num_segments == 1:
+    if packed.num_segments == 1 and not packed.is_shard:
         return
     limit, kind = _limit(config)
-    found = int(position_ids.max()) + 1
+    found = int(largest_of_ranks(position_ids.max(), packed)) + 1
+    if found > limit and packed.is_shard:
+        raise UnsupportedInput(
+            f"found a document that ends at position {found:,} in a row that {packed.ranks} ranks "
+            f"share, and rope_type={kind!r}, which would rotate each rank's tokens by the longest "
+            f"position that it holds; wanted documents of at most {limit:,} tokens in such rows; "
+            "leave context_parallel out for longer ones"
+        )
     if found > limit:
         raise UnsupportedInput(
             f"found a document that ends at position {found:,} in a row of {packed.num_segments}, "

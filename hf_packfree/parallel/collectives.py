@@ -189,6 +189,13 @@ def sum_over_ranks(x: Tensor, packed: PackedSequence) -> Tensor:
     return gathered(x, shard_of(packed).group).sum(0) if packed.is_shard else x
 
 
+def largest_of_ranks(x: Tensor, packed: PackedSequence) -> Tensor:
+    """Return the largest x, a scalar, of the ranks that share a row, without a derivative; if
+    `packed` is a whole row, return x.
+    """
+    return gathered(x, shard_of(packed).group).max() if packed.is_shard else x
+
+
 def with_right_context(x: Tensor, packed: PackedSequence, reach: int) -> Tensor:
     """Return a rank's tokens x [t, ...] with the `reach` tokens of the row that follow, [t + reach,
     ...], zeros after the row's end; if `packed` is a whole row, return x. Differentiable.
