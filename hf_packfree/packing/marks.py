@@ -97,9 +97,9 @@ PLACES: Mark[Tensor] = Mark("packfree_places")
 between the code that computes them and the code that reads them.
 """
 
-NORM: Mark[tuple[int, Any]] = Mark("packfree_norm")
-"""On a norm's output: its version, and the norm's inputs, so that projections recompute the norm
-instead of keeping it. Norm and projections are called by upstream's forward.
+NORM: Mark[tuple[tuple[int, int, int], Any]] = Mark("packfree_norm")
+"""On a norm's output: its version and its inputs', and these inputs, so that projections recompute
+the norm instead of keeping it. Norm and projections are called by upstream's forward.
 """
 
 SPARE_COLUMNS: Mark[int] = Mark("packfree_spare_columns")

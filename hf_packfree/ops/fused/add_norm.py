@@ -83,14 +83,22 @@ def remember(normed: Tensor, of: NormOf) -> None:
     """Mark a norm with its inputs, so that any op that reads the norm finds them, whatever code is
     in between.
     """
-    if torch.is_grad_enabled() and not normed.is_inference():
-        NORM.put(normed, (normed._version, of))
+    tensors = normed, of.total, of.weight
+    # inference tensors have no versions, and none can be kept for the backward pass
+    if torch.is_grad_enabled() and not any([one.is_inference() for one in tensors]):
+        NORM.put(normed, (_versions(normed, of), of))
 
 
 def norm_of(x: Tensor) -> NormOf | None:
-    """Return the inputs that `remember` marked x with, or None if x was changed in place since."""
-    version, of = NORM.of(x) or (None, None)
-    return of if of is not None and version == x._version else None
+    """Return the inputs that `remember` marked x with, or None if x or one of them was changed in
+    place since.
+    """
+    versions, of = NORM.of(x) or (None, None)
+    return of if of is not None and versions == _versions(x, of) else None
+
+
+def _versions(normed: Tensor, of: NormOf) -> tuple[int, int, int]:
+    return normed._version, of.total._version, of.weight._version
 
 
 def want_spare_columns(out: Tensor, columns: int) -> Tensor:

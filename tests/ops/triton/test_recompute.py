@@ -11,6 +11,7 @@ import torch
 
 from hf_packfree.ops.fused import add_norm, gated_rms_norm, output_gate, projections, swiglu_mlp
 from tests.ops.triton.compare import random
+from tests.support import relative_rms
 
 T, H, D, F = 37, 3, 24, 20
 
@@ -31,6 +32,27 @@ def mlp_of_norm(total, norm, gate, up, down, offset=1.0):
 def layers_of_norm(total, norm, first, second, offset=1.0):
     x, total = add_norm(total, None, norm, 1e-6, offset=offset, backend="triton")
     return sum(projections(x, first, second, backend="triton"))
+
+
+def test_a_norm_whose_input_was_changed_since_is_kept():
+    """A frozen first layer's: no graph of the norm counts its versions."""
+    x, weight, first = random((1, T, D), (D,), (F, D))
+    first.requires_grad_()
+    normed, total = add_norm(x, None, weight, 1e-6, backend="triton")
+    total.add_(1)
+    (out,) = projections(normed, first, backend="triton")
+    out.sum().backward()
+    assert relative_rms(first.grad, normed[0].sum(0).expand(F, D)) < 1e-6
+
+
+def test_a_norm_of_inputs_made_in_inference_mode_is_kept():
+    with torch.inference_mode():
+        x, weight = random((1, T, D), (D,))
+    first = random((F, D))[0].requires_grad_()
+    normed, _ = add_norm(x, None, weight, 1e-6, backend="triton")
+    (out,) = projections(normed, first, backend="triton")
+    out.sum().backward()
+    assert relative_rms(first.grad, normed[0].sum(0).expand(F, D)) < 1e-6
 
 
 HEADS = ((1, T, H, D), (1, T, H, D), (F, H * D))
