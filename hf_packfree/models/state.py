@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_packfree.errors import PatchConflict
 from hf_packfree.graphs.of_model import Graphs
-from hf_packfree.models.call import Call
+from hf_packfree.models.call import UNPACKED, Call
 from hf_packfree.models.run_options import RunOptions
 from hf_packfree.ops.backend import BATCH_INVARIANT, HALF
 from hf_packfree.ops.table import OPS
@@ -134,11 +134,18 @@ def receive(layer: nn.Module, kwargs: dict[str, Any]) -> PackedSequence | None:
 
     Raises:
         PatchConflict: the layer has no state, see `state_of`: its text model is not patched, and
-            never passes a record.
+            never passes a record; or what a head hands on came past our text model.
         UnsupportedInput: the record has a tree, and the layer does not follow trees.
     """
     state_of(layer)
-    packed: PackedSequence | None = kwargs.pop("packed_sequence", None)
+    found: Any = kwargs.pop("packed_sequence", None)
+    if found is UNPACKED:
+        raise PatchConflict(
+            f"found a {type(layer).__name__} called by a text model whose forward is not ours, as "
+            "where it was set on the instance after patching: it would read no boundaries; wanted "
+            "ours; undo that, or let it call the forward that was there"
+        )
+    packed: PackedSequence | None = found
     if not getattr(layer, "follows_trees", False):
         refuse_tree(packed, f"with layers of {type(layer).__name__}")
     return packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from hf_packfree.errors import CacheConflict, PatchConflict, UnsupportedInput
@@ -174,19 +175,24 @@ def _check_mixers(trunk: Any) -> None:
     Raises:
         PatchConflict: there is such a token mixer.
     """
+    for name, mixer in changed_mixers(trunk):
+        raise PatchConflict(
+            f"found {name} changed since the model was patched "
+            f"({type(mixer).__name__}, or a forward of its own instance): it would read from "
+            "one document into the next; wanted our class in force; undo the change, or call "
+            "apply_patches(model) after a layer was replaced"
+        )
+
+
+def changed_mixers(trunk: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, module) of the token mixers for which a text model refuses packed rows."""
     mixers = state_of(trunk).mixers
     kinds = kinds_of_layers(trunk.config)
     for number, (kind, layer) in enumerate(zip(kinds, trunk.layers, strict=False)):
         for name in mixers.get(kind, ()):
             mixer = part_at(layer, name)
-            if mixer is None or _reads(mixer):
-                continue
-            raise PatchConflict(
-                f"found layers.{number}.{name} changed since the model was patched "
-                f"({type(mixer).__name__}, or a forward of its own instance): it would read from "
-                "one document into the next; wanted our class in force; undo the change, or call "
-                "apply_patches(model) after a layer was replaced"
-            )
+            if mixer is not None and not _reads(mixer):
+                yield f"layers.{number}.{name}", mixer
 
 
 def check_model_of(head: Any) -> None:

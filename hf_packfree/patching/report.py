@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from hf_packfree._version import __version__
 from hf_packfree.models.attention import attention_route
+from hf_packfree.models.base import Replacement
 from hf_packfree.models.head_loss import why_logits_are_made
 from hf_packfree.models.linear_weights import compute_dtype, under_autocast
 from hf_packfree.models.run_options import Padded, Unpacked
 from hf_packfree.models.state import PatchState, find_state
+from hf_packfree.models.trunk import changed_mixers
 from hf_packfree.ops.backend import installed
 from hf_packfree.ops.table import OPS
 from hf_packfree.patching.called_projections import (
@@ -76,7 +78,9 @@ class PatchReport:
         versions: {package: installed version, or None}.
         long_documents: {operation: how it runs long documents on the model's device}: exact, but
             the rounding depends on the row.
-        left_alone: {class name of an unpatched head: what its loss then needs}.
+        left_alone: {class name of an unpatched head: what its loss then needs}; also of a text
+            model in front of which a forward was set.
+        refused: why packed rows are refused, since layers changed after patching; empty: they run.
         called: {reason: number of projections of decoder layers that run their own forward, exact
             but not fused}. Reasons are adapters, quantisation, hooks, sharding and torch.compile; a
             reason says so if the projection would be fused under autocast.
@@ -104,6 +108,7 @@ class PatchReport:
     versions: dict[str, str | None] = field(default_factory=dict)
     long_documents: dict[str, str] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
     called: dict[str, int] = field(default_factory=dict)
     autocast: str = ""
     rounding: str | None = "it is not patched"
@@ -143,7 +148,7 @@ class PatchReport:
         rest = f"unpacked rows run {self.unpacked}, padded rows {self.padded}"
         said = (
             f"{self.model} is patched: swapped {swapped}; packed rows run {runs}; "
-            f"{self._exactness()}; {rest}"
+            f"{self.refused or self._exactness()}; {rest}"
         )
         further = [] if self.listed else [f"{self.family} {MEASURED}"]
         further += [f"{name}: {reason}" for name, reason in self.left_alone.items()]
@@ -223,13 +228,30 @@ def patch_report(model: nn.Module) -> PatchReport:
         cuda_graphs=_graphs_in_words(model, family, state, x),
         context_parallel=str(state.context_parallel or ""),
         long_documents={} if state.batch_invariant else _long_documents(model, family, runs, x),
-        left_alone=unpatched_heads(model, family),
+        left_alone=unpatched_heads(model, family) | _bypassed_trunks(model, family),
+        refused=_refused(model, family),
         called=called_projections(model, family, state, x),
         autocast=_autocast_in_words(model, family, state, x) if fused else "",
         rounding=why_rounding(model, family, runs, x)
         if state.batch_invariant
         else "batch_invariant is off",
     )
+
+
+def _bypassed_trunks(model: nn.Module, family: Family) -> dict[str, str]:
+    said = (
+        "a forward that was set on the instance runs in front of ours: packed rows are exact only "
+        "if it calls the forward that was there"
+    )
+    ours = (trunk for trunk in trunks(model, family) if isinstance(trunk, Replacement))
+    return {type(trunk).__name__: said for trunk in ours if is_bypassed(trunk)}
+
+
+def _refused(model: nn.Module, family: Family) -> str:
+    ours = (trunk for trunk in trunks(model, family) if isinstance(trunk, Replacement))
+    names = [name for trunk in ours for name, _ in changed_mixers(trunk)]
+    changed = "changed since the model was patched (undo that, or call apply_patches(model))"
+    return f"packed rows are refused, because {', '.join(names)} {changed}" if names else ""
 
 
 def _graphs_in_words(model: nn.Module, family: Family, state: PatchState, x: torch.Tensor) -> str:
