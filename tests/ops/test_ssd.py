@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -60,13 +61,12 @@ def worst(found, wanted, floor=1e-300):
 @pytest.mark.parametrize("strong", [False, True], ids=["slow", "strong"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients_match_the_recurrence(shape, strong):
-    """Measured: 5e-15 and 5e-7; 4e-6 of A in fp32, whose gradient is little under strong decay."""
+    """Measured: 5e-15 and 5e-7."""
     inputs = make_inputs(LENGTHS, *shape, strong=strong)
     wanted = run(recurrent_ssd, inputs, LENGTHS)
     assert worst(run(ssd, inputs, LENGTHS), wanted)[0] <= EXACT
     single = run(ssd, [x.float() for x in inputs], LENGTHS)
-    error, name = worst(single, wanted)
-    assert error <= (5 * SINGLE if strong and name == "A" else SINGLE)
+    assert worst(single, wanted)[0] <= SINGLE
     assert {x.dtype for x in single} == {torch.float32}
 
 
@@ -90,6 +90,25 @@ def test_any_lengths_heads_and_sizes(lengths, groups, share, sizes, strong):
     found, wanted = run(ssd, inputs, lengths), run(recurrent_ssd, inputs, lengths)
     # of A under strong decay little is left of the terms it is the sum of
     assert worst(found, wanted, 1.0)[0] <= EXACT
+
+
+@pytest.mark.parametrize("strong", [False, True], ids=["slow", "strong"])
+def test_decay_gradients_in_fp32_are_as_near_to_fp64_as_the_recurrences(strong):
+    """The geometric mean of the errors' ratios is 0.8 to 1.2 over 12 rows; for strong decay it was
+    1.9 and 23 when a token's gradient was a sum over later tokens, of which most cancels.
+    """
+    logs = {"dt": 0.0, "A": 0.0}
+    for seed in range(12):
+        lengths = [64, 5, 63, 30 + seed]
+        inputs = make_inputs(lengths, strong=strong)
+        wanted = run(recurrent_ssd, inputs, lengths)
+        single = [x.float() for x in inputs]
+        ours, recurrence = (run(rule, single, lengths) for rule in (ssd, recurrent_ssd))
+        for name in logs:
+            of = NAMES.index(name)
+            pair = [relative_rms(found[of], wanted[of]) for found in (ours, recurrence)]
+            logs[name] += math.log(pair[0] / pair[1]) / 12
+    assert max(logs.values()) <= math.log(1.5), logs
 
 
 def test_where_nothing_decays_no_gradient_reaches_the_rate():

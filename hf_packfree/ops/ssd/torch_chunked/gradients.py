@@ -7,9 +7,9 @@ With dP = dy u^T * exp(G_i - G_j) and dS' the gradient of the state after the ch
     dB = d(C B^T)^T C + (exp(G_C - G) u) dS'^T,   dC = d(C B^T) B + (exp(G) dy) S^T
     dS = exp(G_C) dS' + C^T (exp(G) dy)
 
-exp(G_i) scales row i of P and token i's read of S, and exp(-G_i) scales column i of P and token i's
-write to S'. So dG_i is the sum of the former two times their gradients, less that of the latter
-two. Notation in `chunks.py`.
+A log decay g_i scales what tokens from i on read of S and of what those before i wrote, and what
+these write to S'. So dg_i is the sum of these terms times their gradients; summing dG over later
+tokens instead would lose digits, since most of it cancels. Notation in `chunks.py`.
 """
 
 from __future__ import annotations
@@ -122,16 +122,18 @@ def _decay_gradients(
 ) -> Tensor:
     """Return the gradient of the log decays dt A, [R, C]; `d_attend` is overwritten."""
     decay, rest = (chunks.by_head(part[..., 0]) for part in chunks.decays[:2])
-    own = chunks.by_head(d_attend).mul_(chunks.products[:, None])
-    # the diagonal, exp(G_i - G_i) = 1, adds the same to row i and to column i; taken out, since
-    # their difference is only rounding
-    own.diagonal(dim1=2, dim2=3).zero_()
+    own = d_attend.view_as(chunks.decays.pairs)
+    chunks.by_head(own).mul_(chunks.products[:, None])
+    # row i: what tokens from i on read, of which what those before i wrote decays by g_i
+    later = torch.ones_like(own[0]).triu()
+    spans = torch.bmm(later.expand_as(own), own, out=space.like("spans", own)).tril_(-1)
     wrote = (chunks.heads_apart(back) * chunks.by_head(chunks.u)).sum(-1).mul_(rest)
-    total = own.sum(-1) - own.sum(-2) - wrote
-    total[..., -1] += wrote.sum(-1) + kept * decay[..., -1]
+    total = chunks.by_head(spans.sum(-1))
+    total[..., 1:] += wrote[..., :-1].cumsum(-1)
+    total += (kept * decay[..., -1])[..., None]
     first = opened(steps)
     if first < len(states):
         read = torch.bmm(chunks.C[first:], states[first:], out=space("read", *back[first:].shape))
         read_gradient = (chunks.heads_apart(read) * chunks.by_head(d_y)[first:]).sum(-1)
-        total[first:].addcmul_(read_gradient, decay[first:])
-    return total.flip(-1).cumsum(-1).flip(-1).flatten(0, 1)
+        total[first:] += read_gradient.mul_(decay[first:]).flip(-1).cumsum(-1).flip(-1)
+    return total.flatten(0, 1)
