@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_packfree.errors import UnsupportedInput
+from hf_packfree.packing.compiling import uncompiled_when_called
 from hf_packfree.packing.padding import repad, unpad
 from hf_packfree.packing.record import PackedSequence
 
@@ -90,6 +91,8 @@ class Origin:
     onward: Callable[..., Any] | None = None
     cast_of: Origin | None = None
 
+    # traced, versions of tensors are others, and all would be found changed
+    @uncompiled_when_called
     def read(self) -> Tensor:
         """Return the values."""
         if self.values is None:

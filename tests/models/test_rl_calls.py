@@ -141,6 +141,30 @@ def test_a_stock_model_of_the_same_class_in_one_process_stays_stock(wanted):
         assert torch.equal(stock(**call, use_cache=False).logits, before)
 
 
+def entropy_from_logits(logits):
+    """As verl and OpenRLHF compile it."""
+    shares = torch.softmax(logits, -1)
+    return torch.logsumexp(logits, -1) - (shares * logits).sum(-1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_entropy_takes_ordinary_logits():
+    """Logits that are divided in place, then a function that is compiled by itself."""
+    compiled = torch.compile(entropy_from_logits, backend="aot_eager", dynamic=True)
+    call = {"input_ids": ROW, "attention_mask": None, "position_ids": POSITIONS}
+    stock, model = tiny().train(), apply_patches(tiny(), backend={"loss": "upstream"}).train()
+    alone = torch.cat([stock(input_ids=one[None]).logits[0] for one in DOCUMENTS])
+    exact = entropy_from_logits(alone / 0.7)
+    found = compiled(model(**call).logits.squeeze(0).div_(0.7))
+    assert relative_rms(found, exact) <= LOGIT_TOL
+    found.sum().backward(), exact.sum().backward()
+    got, want = gradients(model), gradients(stock)
+    assert max(relative_rms(got[name], want[name]) for name in want) <= GRADIENT_TOL
+    # lazy ones break the graph where they are read
+    lazy = compiled(patched()(**call).logits)[0]
+    assert relative_rms(lazy, entropy_from_logits(alone)) <= LOGIT_TOL
+
+
 def test_entropy_in_chunks_that_are_computed_again():
     """As verl's `entropy_checkpointing` does it."""
 
