@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 from torch.nn import functional as F
 
-from hf_packfree import PackFreeCallback, patch_report
+from hf_packfree import PackFreeCallback, patch_report, register_patches
 from hf_packfree.models.compat import RELEASE
 from tests.integrations.compare import (
     IGNORED,
@@ -298,3 +298,29 @@ def test_preferences(same_gradients, tmp_path):
     assert max(run) < min(given), "the layers ran on padding"
     other = preferences_per_document(tiny(), tiny(), ended, beta=0.1)
     assert worst(other, wanted) >= CONTROL * GRADIENT_TOL, "the reference model counts"
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_rewards_of_the_first_step_are_zero_where_the_reference_is_patched_too(bf16, tmp_path):
+    """As the docs have it for a reference model that the trainer loads."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    tiny().save_pretrained(tmp_path / "whole")
+    model = type(tiny()).from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    parts = [words(part) for part in documents((9, 30, 12, 40, 5, 17))]
+    names = "prompt", "chosen", "rejected"
+    pairs = [dict(zip(names, [p, " " + c, " " + r])) for p, c, r in (parts[:3], parts[3:])]
+    settings = {"max_steps": 1, "per_device_train_batch_size": 2, "bf16": bf16}
+    with register_patches(unpacked="native", cuda_graphs="auto"):
+        trainer = DPOTrainer(
+            model=model,
+            args=arguments(tmp_path, DPOConfig, **settings),
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=tokenizer(),
+            callbacks=[PackFreeCallback()],
+        )
+    trainer.train()
+    assert patch_report(trainer.ref_model).patched
+    logged = next(one for one in trainer.state.log_history if "rewards/margins" in one)
+    assert {logged[f"rewards/{name}"] for name in (*names[1:], "margins", "accuracies")} == {0.0}
