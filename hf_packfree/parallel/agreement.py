@@ -91,7 +91,8 @@ def refuse_disagreement(
             f"{'; '.join(found)}; wanted the same batch on all of them, of which each takes its "
             "part; share the data over the other ranks alone: DistributedSampler(dataset, "
             "num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()), the same seed on "
-            "every rank, and num_items_in_batch of the whole row"
+            "every rank, and num_items_in_batch of the whole row; a Trainer's stream wants "
+            "accelerator_config={'dispatch_batches': False}"
         )
 
 

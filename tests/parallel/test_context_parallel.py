@@ -145,6 +145,13 @@ def test_the_text_model_alone_is_refused(model):
         model.model(input_ids=BATCH["input_ids"], position_ids=BATCH["position_ids"])
 
 
+def test_a_head_that_classifies_is_refused(group):
+    model = tiny(head="Qwen3_5ForSequenceClassification")
+    apply_patches(model, context_parallel=group)
+    with pytest.raises(UnsupportedInput, match="without its head under context parallelism"):
+        model(input_ids=BATCH["input_ids"], labels=torch.zeros(1, dtype=torch.long))
+
+
 def test_generation_is_refused(model):
     with pytest.raises(
         UnsupportedInput,
