@@ -533,6 +533,16 @@ def test_adapters_that_fit_no_model_are_refused(tmp_path):
         diagnose(str(tmp_path))
 
 
+@pytest.mark.filterwarnings("default")
+def test_adapters_that_packed_rows_cannot_have_are_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    config.base_model_name_or_path = "qwen3_5"
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="found PEFT's PROMPT_TUNING, which puts virtual"):
+        diagnose(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "text",
     ["{", "[]", '{"peft_type": "LORA"}']

@@ -178,6 +178,7 @@ def _plan_of(model: str, unpacked: str) -> Plan:
     import torch
 
     from hf_packfree.doctor.precision import linear_layers
+    from hf_packfree.models.row_adapters import refuse_adapters_of_rows
     from hf_packfree.models.state import find_state
     from hf_packfree.patching import apply_patches, patch_report
     from hf_packfree.patching.plan import op_sizes, ops_of
@@ -187,11 +188,13 @@ def _plan_of(model: str, unpacked: str) -> Plan:
 
     base = base_of_adapters(model)
     config = _config_of(base or model)
+    called: dict[str, int] = {}
     with torch.device("meta"):
         built = apply_patches(build_model(config))
-        called = (
-            {} if base is None else patch_report(with_adapters(built, model, weights=False)).called
-        )
+        if base is not None:
+            adapted = with_adapters(built, model, weights=False)
+            refuse_adapters_of_rows(adapted)
+            called = patch_report(adapted).called
     family, state = family_of(built), find_state(built)
     # otherwise apply_patches would have raised
     assert family is not None and state is not None
