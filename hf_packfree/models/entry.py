@@ -289,7 +289,9 @@ def _current(mask: Any, tokens: int, seen: int) -> Any:
         first = max(before if one.ndim == 2 else min(seen, before), 0)
         # sliding windows narrow the others
         found.setdefault(kind, one[..., first : first + tokens])
-    return found if len(found) == 2 else next(iter(found.values()), mask)
+    # a dict without a tensor says nothing: rows without padding, which sdpa needs no mask for
+    nothing = None if isinstance(mask, Mapping) else mask
+    return found if len(found) == 2 else next(iter(found.values()), nothing)
 
 
 def _says_nothing(mask: Any, config: Any) -> bool:

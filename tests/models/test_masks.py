@@ -202,11 +202,14 @@ def test_documents_beside_a_cache_are_refused_in_a_dict_too():
         model(input_ids=IDS, position_ids=positions, attention_mask=masks, **{CACHE: cache})
 
 
+@pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("family", ["qwen3_5", "llama", "gpt_oss"])
-def test_prompts_that_fill_a_static_cache_in_chunks_are_upstreams(family):
-    """A chunk may begin inside the padding, which only the columns of its own tokens show."""
+def test_prompts_that_fill_a_static_cache_in_chunks_are_upstreams(family, padding):
+    """A chunk may begin inside the padding, which only the columns of its own tokens show; without
+    padding, masks may be None in a dict.
+    """
     model = tiny(family).eval()
-    mask = torch.tensor([[1] * 10, [0] * 5 + [1] * 5])
+    mask = torch.tensor([[1] * 10, [0] * padding + [1] * (10 - padding)])
     arguments = {
         "input_ids": IDS.repeat(2, 1) * mask,
         "attention_mask": mask,
