@@ -18,7 +18,7 @@ from hf_packfree.graphs import parts
 from hf_packfree.graphs.parts import inputs_of, layers_to_cut_at, parts_of
 from hf_packfree.models.qwen3_5 import tiny_config
 from tests.graphs import on_cpu
-from tests.support import checkpoint_layers, gradients, runner_of
+from tests.support import checkpoint_layers, gradients, runner_of, worst_gradient
 
 LAYERS = 6
 
@@ -185,8 +185,8 @@ def test_a_weight_of_two_layers_gets_the_gradients_of_both(model):
         found.append(gradients(model))
     # all layers lie between the two
     assert runner_of(model).replayed == 2 and len(parts_in(model)) == 1
-    for name, grad in found[0].items():
-        assert torch.allclose(found[2][name], grad, rtol=1e-5, atol=1e-7), name
+    # a bucket has more rows, whose products other CPUs add up otherwise
+    assert worst_gradient(found[2], found[0]) <= 1e-4
 
 
 def test_a_part_alone_leaves_the_row_to_be_gone_back_through(model):
@@ -254,8 +254,8 @@ def test_a_hook_on_a_layer_s_input_runs_once(model):
         hidden(model.base_model).square().sum().backward()
         found.append(gradients(model))
     assert runner_of(model).replayed == 2
-    for name, grad in found[0].items():
-        assert torch.allclose(found[2][name], grad, rtol=1e-4, atol=1e-6), name
+    # a bucket has more rows, whose products other CPUs add up otherwise
+    assert worst_gradient(found[2], found[0]) <= 1e-4
 
 
 @pytest.mark.usefixtures("one_rank")
