@@ -68,3 +68,10 @@ def test_a_text_model_that_hands_on_what_is_a_heads_is_named():
         model(input_ids=ids)
     del text_model.forward
     assert patch_report(model).left_alone == {}
+
+
+def test_a_text_model_that_our_class_built_has_a_report(tmp_path):
+    """As transformers' own tests load base models: by the class of one that was patched."""
+    apply_patches(tiny()).save_pretrained(tmp_path)
+    model = type(apply_patches(tiny()).base_model).from_pretrained(tmp_path)
+    assert patch_report(apply_patches(model)).refused == ""
