@@ -82,8 +82,7 @@ class SequenceHead(_Classifier):
                 f"{type(self).__name__} answers for the last document alone; wanted one document "
                 "per row; pass documents in rows of their own, padded"
             )
-        padded = packed.indices is not None or packed.padding_segments
-        if padded and self._reads_padding(_is_real(packed), call):
+        if packed.has_padding and self._reads_padding(_is_real(packed), call):
             raise UnsupportedInput(
                 f"found padding where a {type(self).__name__} reads its answer, the last token of "
                 "a packed row that is not config.pad_token_id; wanted a document's token there; "
@@ -115,8 +114,7 @@ class SpanHead(_Classifier):
     def _check_documents(self, call: Call, packed: PackedSequence) -> None:
         if call.get("start_positions") is None or call.get("end_positions") is None:
             return
-        padded = packed.indices is not None or packed.padding_segments
-        if padded or packed.num_documents != packed.batch_shape[0]:
+        if packed.has_padding or packed.num_documents != packed.batch_shape[0]:
             raise UnsupportedInput(
                 "found start_positions and end_positions with packed rows, over all of whose "
                 f"tokens a {type(self).__name__} takes one softmax; wanted one document per row; "

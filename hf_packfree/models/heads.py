@@ -241,7 +241,7 @@ def _batch_arguments(call: Call, packed: PackedSequence) -> dict[str, Any]:
     """Return upstream's arguments for the batch, which the text model turns into a row; the mask is
     for the experts' statistics.
     """
-    partly = packed.num_real_tokens and (packed.indices is not None or packed.padding_segments)
+    partly = packed.num_real_tokens and packed.has_padding
     return call.arguments | {
         "attention_mask": repad(packed.is_real(), packed).long() if partly else None,
         "return_dict": True,

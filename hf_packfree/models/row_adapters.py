@@ -79,11 +79,13 @@ def refuse_readers_of_the_row(module: nn.Module, packed: PackedSequence) -> None
     callers = list(_callers())
     if not callers and not hasattr(module, "peft_config"):
         _refuse_if(_layers_that_read_the_row(module))
-    rows = packed.batch_shape[0]
+    several = packed.batch_shape[0] > 1
+    name = _adapters_of_rows(module) if callers and several else None
     for given in callers:
         _refuse(given.get("self"), _reads_the_row)
-        name = _given_for_each_row(given, module) if rows > 1 else None
-        if name is None and (rows > 1 or packed.indices is not None):
+        if several and given.get("task_ids") is not None:
+            name = "task_ids"
+        if name is None and (several or packed.indices is not None):
             name = _given_for_each_token(given)
         if name is not None:
             raise UnsupportedInput(
@@ -93,12 +95,8 @@ def refuse_readers_of_the_row(module: nn.Module, packed: PackedSequence) -> None
             )
 
 
-def _given_for_each_row(given: dict[str, Any], module: nn.Module) -> str | None:
-    """Return what has an element for each row in PEFT's function, whose variables are `given`, or
-    None.
-    """
-    if given.get("task_ids") is not None:
-        return "task_ids"
+def _adapters_of_rows(module: nn.Module) -> str | None:
+    """Return "adapter_names" if PEFT was given a name for each row in this call, or None."""
     # PEFT takes the names out of its arguments, and refuses them in training
     hooks = () if module.training else (part._forward_pre_hooks for part in module.modules())
     handed = (getattr(hook, "keywords", ()) for each in hooks for hook in each.values())

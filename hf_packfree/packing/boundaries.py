@@ -17,9 +17,12 @@ from torch import Tensor
 from hf_packfree.errors import BoundaryError, UnsupportedInput
 from hf_packfree.packing.batch import Batch
 
-UNCUT = "pass accelerator_config={'dispatch_batches': False} to TrainingArguments"
-"""How accelerate leaves batches whole."""
-_CUT = f"if they came from a stream, accelerate cut them to the batch's rows: {UNCUT}"
+UNCUT = "accelerator_config={'dispatch_batches': False}"
+"""The argument of a Trainer with which accelerate leaves batches whole."""
+_CUT = (
+    f"if they came from a stream, accelerate cut them to the batch's rows: pass {UNCUT} to "
+    "TrainingArguments"
+)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

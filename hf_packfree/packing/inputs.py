@@ -121,7 +121,8 @@ def _refuse_no_rows(shape: tuple[int, int]) -> None:
     if not shape[0]:
         raise BoundaryError(
             "found a batch of no rows; wanted one or more; if accelerate cut it from one row of "
-            f"several documents, as dispatch_batches with split_batches does, {UNCUT}"
+            f"several documents, as dispatch_batches with split_batches does, pass {UNCUT} to "
+            "TrainingArguments"
         )
 
 

@@ -234,6 +234,11 @@ class PackedSequence:
         return self.num_segments - len(self.padding_segments)
 
     @property
+    def has_padding(self) -> bool:
+        """Whether the caller's batch has padding, dropped from the row or kept in it."""
+        return self.indices is not None or bool(self.padding_segments)
+
+    @property
     def num_real_tokens(self) -> int:
         """The number of tokens of the row that are not padding."""
         # does not read lengths, which would break a compiled graph

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_packfree.errors import PatchConflict, UnsupportedInput
+from hf_packfree.packing.boundaries import UNCUT
 from hf_packfree.parallel.collectives import gathered
 
 COLUMNS = 16
@@ -92,7 +93,7 @@ def refuse_disagreement(
             "part; share the data over the other ranks alone: DistributedSampler(dataset, "
             "num_replicas=mesh['dp'].size(), rank=mesh['dp'].get_local_rank()), the same seed on "
             "every rank, and num_items_in_batch of the whole row; a Trainer's stream wants "
-            "accelerator_config={'dispatch_batches': False}"
+            f"{UNCUT}"
         )
 
 

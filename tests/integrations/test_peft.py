@@ -448,6 +448,16 @@ def refuses_hidden_states(model, why):
     text_model(**alone)
 
 
+def row_or_rows(batch):
+    """A packed row of two documents, or two rows of which the second is padded."""
+    inputs = packed(labelled()[:2])
+    if batch == "packed":
+        return inputs
+    mask = torch.ones_like(inputs["input_ids"]).repeat(2, 1)
+    mask[1, -3:] = 0
+    return {"input_ids": inputs["input_ids"].repeat(2, 1), "attention_mask": mask}
+
+
 class TestRouters:
     """Lily's routers average over all tokens of a batch, whichever document they are of."""
 
@@ -474,11 +484,7 @@ class TestRouters:
     @pytest.mark.parametrize("batch", ["packed", "padded"])
     def test_refused_after_patching(self, batch, around):
         model = self.adapted(apply_patches(tiny()))
-        inputs = packed(labelled()[:2])
-        if batch == "padded":
-            mask = torch.ones_like(inputs["input_ids"]).repeat(2, 1)
-            mask[1, -3:] = 0
-            inputs = {"input_ids": inputs["input_ids"].repeat(2, 1), "attention_mask": mask}
+        inputs = row_or_rows(batch)
         with pytest.raises(UnsupportedModel, match="found PEFT's Lily, whose routers"):
             (model if around else model.get_base_model())(**inputs)
 
@@ -560,11 +566,7 @@ class TestAveragedGradients:
     @pytest.mark.parametrize("batch", ["packed", "padded"])
     def test_refused_after_patching(self, batch):
         model = self.adapted(apply_patches(tiny()))
-        inputs = packed(labelled()[:2])
-        if batch == "padded":
-            mask = torch.ones_like(inputs["input_ids"]).repeat(2, 1)
-            mask[1, -3:] = 0
-            inputs = {"input_ids": inputs["input_ids"].repeat(2, 1), "attention_mask": mask}
+        inputs = row_or_rows(batch)
         with pytest.raises(UnsupportedModel, match="found PEFT's VeLoRA with"):
             model(**inputs)
 
